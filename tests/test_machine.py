@@ -1,4 +1,4 @@
-"""Timing, memory, processes of their own, FLOPs and the description of the machine."""
+"""Memory, processes of their own, FLOPs and the description of the machine."""
 
 import datetime
 import os
@@ -25,8 +25,6 @@ def test_work_apart_returns_fails_and_dies_alone(capfd):
 
 def _refuse():
     raise LatteError("expected presets, got none")
-
-
 
 
 def test_peak_memory_is_of_the_process_alone():

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -84,7 +83,7 @@ def _kept_after_use():
     """Resident bytes that 200 MB leave when they are freed, and after the peak starts anew."""
     memory.keep_memory()
     before = machine.memory_bytes()
-    piece: Any = bytearray(200_000_000)
+    piece = bytearray(200_000_000)
     del piece
     kept = machine.memory_bytes() - before
     machine.reset_peak_memory()

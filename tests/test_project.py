@@ -1,4 +1,4 @@
-"""The files about the project agree with it: version, types, citation, contributors' tools."""
+"""The files about the project agree with it: version and citation."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The benchmarks run, on tiny sizes and without JAX, and their arithmetic is right."""
+"""The benchmarks run, on tiny sizes and without JAX."""
 
 import os
 

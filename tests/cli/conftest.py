@@ -66,7 +66,7 @@ def refused(capsys):
         try:
             code = main([str(argument) for argument in arguments])
         except SystemExit as stop:  # argparse
-            code = stop.code  # type: ignore[assignment]
+            code = stop.code
         captured = capsys.readouterr()
         assert code == 2, captured
         assert captured.out == ""

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -46,7 +45,7 @@ sys.exit(max(launch(*sys.argv[1:]).values()))
 
 
 def scores(folder):
-    rows: list[dict[str, str]] = []
+    rows = []
     for name in ("evaluation.csv", "positions.csv"):
         with open(folder / name, newline="") as file:
             rows += csv.DictReader(file)
@@ -83,7 +82,7 @@ def test_two_processes_train_and_score_as_one(place, tmp_path):
 
 def test_a_group_reads_the_same_blocks():
     """Four processes take batches of three by turns; groups of two are given the same ones."""
-    shared: Any = SharedBlocks(list(range(12)), 3, 2)  # type: ignore[arg-type]
+    shared = SharedBlocks(list(range(12)), 3, 2)
     batches = [[shared[3 * batch + i] for i in range(3)] for batch in range(len(shared) // 3)]
     steps = [batches[i : i + 4] for i in range(0, len(batches), 4)]
     first, second, third, fourth = [0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]

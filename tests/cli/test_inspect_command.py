@@ -1,4 +1,4 @@
-"""`latte inspect` at work, and its mistakes: one line, and nothing written."""
+"""`latte inspect` at work."""
 
 import csv
 

@@ -105,7 +105,7 @@ def refuse(case, box, capsys):
             resource.setrlimit(resource.RLIMIT_FSIZE, (case.limit, limits[1]))
         code = main(arguments)
     except SystemExit as stop:  # argparse
-        code = stop.code  # type: ignore[assignment]
+        code = stop.code
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     seconds = time.process_time() - began

@@ -18,7 +18,6 @@ from latte.machine import WorkFailed
 from latte.models import count_parameters
 from latte.results import write_json
 from latte.train.metrics import read_metrics
-from latte.train.recipe import Recipe
 from latte.train.run import model_config
 from latte.train.run_folder import FolderInUse, claim
 from latte.train.trainer import Diverged
@@ -112,7 +111,7 @@ def fake(perplexities, done):
 def made_up(make_recipe, monkeypatch):
     """A recipe for measurements that are made up; no figure, which takes longest here."""
     monkeypatch.setattr(report, "seeds_figure", lambda *_: None)
-    recipe: Recipe = make_recipe(name="seeds")
+    recipe = make_recipe(name="seeds")
     recipe.comparison.presets = ["latte", "latte++", "latte-r-swa++", "transformer++"]
     recipe.comparison.seeds = [0, 1, 2]
     recipe.comparison.lengths = [32, 64]
@@ -142,7 +141,7 @@ def test_presets_get_as_many_parameters_as_a_model(made_up):
 
 
 def test_differences_are_paired_by_seed(made_up, monkeypatch):
-    done: list[str] = []
+    done = []
     monkeypatch.setattr(module, "train_and_measure", fake(dict(VALUES), done))
     statuses, text = compare(made_up)
     # seed by seed, so that an early end leaves whole rounds
@@ -196,11 +195,11 @@ def test_differences_are_paired_by_seed(made_up, monkeypatch):
 
 
 def test_what_fails_is_reported_and_costs_the_rest_nothing(made_up, monkeypatch):
-    values: dict[tuple[str, int], float | Exception] = dict(VALUES)
+    values = dict(VALUES)
     values["latte", 1] = Diverged("training diverged: loss is not finite at step 7")
     values["latte++", 1] = WorkFailed("its process was killed by SIGKILL")
     values["transformer++", 2] = FolderInUse("another process is training in it")
-    done: list[str] = []
+    done = []
     monkeypatch.setattr(module, "train_and_measure", fake(values, done))
     statuses, text = compare(made_up)
     assert len(done) == 12 and sum(o.result is not None for o in statuses) == 9
@@ -266,7 +265,7 @@ def test_a_damaged_file_says_so(made_up):
 
 
 def test_seeds_change_initialisation_and_order_alike_and_resume(make_recipe):
-    recipe: Recipe = make_recipe("latte++", name="seeds", max_steps=3, eval_steps=3)
+    recipe = make_recipe("latte++", name="seeds", max_steps=3, eval_steps=3)
     recipe.comparison.presets = ["latte-r-swa++", "transformer++"]  # overrides fit each
     recipe.comparison.seeds = [0, 1]
     recipe.comparison.max_tokens = 200
@@ -289,11 +288,11 @@ def test_seeds_change_initialisation_and_order_alike_and_resume(make_recipe):
     )
     again, _ = compare(recipe)
     assert all(o.result is not None for o in again) and weights.stat().st_mtime_ns == before
-    assert again[3].result.rows[0].loss == statuses[3].result.rows[0].loss  # type: ignore
+    assert again[3].result.rows[0].loss == statuses[3].result.rows[0].loss
 
 
 def test_a_run_that_diverges_apart_is_reported(make_recipe):
-    recipe: Recipe = make_recipe(name="seeds", learning_rate=1e30, warmup_steps=0)
+    recipe = make_recipe(name="seeds", learning_rate=1e30, warmup_steps=0)
     recipe.comparison.presets, recipe.comparison.seeds = ["latte-gated"], [3]
     statuses, text = compare(recipe, apart=True)
     assert statuses[0].problem.startswith("diverged: training diverged") and "seed 3" in text
@@ -304,7 +303,7 @@ def test_a_run_that_diverges_apart_is_reported(make_recipe):
 
 
 def test_a_run_of_another_process_is_left_to_it(make_recipe):
-    recipe: Recipe = make_recipe("swa++", name="seeds", max_steps=2)
+    recipe = make_recipe("swa++", name="seeds", max_steps=2)
     recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0, 1]
     theirs = claim(module.runs_of(recipe)[0].recipe)
     statuses, _ = compare(recipe)
@@ -317,7 +316,7 @@ def test_a_run_of_another_process_is_left_to_it(make_recipe):
 
 def test_one_seed_is_a_grid_too(make_recipe, capsys):
     """The same tokens for all, in the order of the presets; what was finished is read again."""
-    recipe: Recipe = make_recipe("latte++", name="both", max_steps=2)
+    recipe = make_recipe("latte++", name="both", max_steps=2)
     recipe.comparison.presets, recipe.comparison.lengths = ["latte++", "swa++"], [16]
     recipe.comparison.max_tokens = 200
     statuses, text = compare(recipe)
@@ -352,7 +351,7 @@ def test_by_one_seed_all_have_to_get_through(make_recipe):
 
 
 def test_a_run_stopped_by_its_minutes_goes_on(make_recipe):
-    recipe: Recipe = make_recipe("swa++", name="seeds", max_minutes=1e-6, max_steps=3)
+    recipe = make_recipe("swa++", name="seeds", max_minutes=1e-6, max_steps=3)
     recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0]
     statuses, text = compare(recipe)
     assert statuses[0].problem == "stopped at step 1" and "`swa++`, seed 0: stopped at" in text
@@ -362,7 +361,7 @@ def test_a_run_stopped_by_its_minutes_goes_on(make_recipe):
 
 
 def test_a_table_without_its_baseline_is_left_out(made_up, monkeypatch):
-    values: dict[tuple[str, int], float | Exception] = dict(VALUES)
+    values = dict(VALUES)
     for seed in (0, 1, 2):
         values["transformer++", seed] = WorkFailed("it was killed")
     monkeypatch.setattr(module, "train_and_measure", fake(values, []))
@@ -375,7 +374,7 @@ def test_a_table_without_its_baseline_is_left_out(made_up, monkeypatch):
 
 
 def test_a_mistake_is_not_a_failed_run(made_up, monkeypatch):
-    values: dict[tuple[str, int], float | Exception] = dict(VALUES)
+    values = dict(VALUES)
     values["latte", 0] = LatteError("output folder holds another run")
     monkeypatch.setattr(module, "train_and_measure", fake(values, []))
     with pytest.raises(LatteError, match="holds another run"):

@@ -99,7 +99,7 @@ def test_python_snippets_run(document, tmp_path, monkeypatch):
     """Those of one file in order, in one namespace and an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LATTE_CACHE", str(tmp_path / "cache"))
-    namespace: dict[str, object] = {"__name__": "snippets"}
+    namespace = {"__name__": "snippets"}
     blocks = document.blocks("python")
     with torch.random.fork_rng():
         torch.manual_seed(0)

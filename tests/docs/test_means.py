@@ -20,7 +20,7 @@ def script(script_of):
 def presets_by_mean(script):
     """The presets whose groups of two runs or more have a mean, by the mean as a page shows it."""
     paths = [path for path in script.FIGURES.glob("*.csv") if path.name != "pairs.csv"]
-    found: dict[str, set[str]] = defaultdict(set)
+    found = defaultdict(set)
     for group in (x for path in paths for name in MEASURED for x in script.groups(path, name)):
         if len(group.values) > 1:
             mean = group.mean

@@ -22,7 +22,7 @@ def cells(path, kind):
 
 def run(path):
     """The names that a notebook's cells leave."""
-    namespace: dict[str, object] = {"__name__": "notebook"}
+    namespace = {"__name__": "notebook"}
     with torch.random.fork_rng():
         for number, cell in enumerate(cells(path, "code")):
             exec(compile(cell, f"{path.name}, code cell {number}", "exec"), namespace)

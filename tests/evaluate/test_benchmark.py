@@ -1,7 +1,6 @@
 """`latte benchmark` at tiny sizes: every case has a time, memory grows with the inputs."""
 
 import csv
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from latte.evaluate.benchmark import COLUMNS, Settings, benchmark, check
 from latte.evaluate.benchmark_ops import OPS
 from latte.models.registry import find_model
 
-TINY: dict[str, Any] = {
+TINY = {
     "heads": 2, "latents": 4, "head_dim": 8, "window": 16, "lengths": (20, 40), "budget": 1e-3,
 }  # fmt: skip
 

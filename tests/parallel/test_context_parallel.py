@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from latte.models.registry import find_model
 from latte.parallel import context_parallel, shard_batch
 
 HERE = Path(__file__).parent
-TINY: dict[str, Any] = {
+TINY = {
     "vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16,
     "num_hidden_layers": 1,
 }  # fmt: skip
@@ -179,7 +178,7 @@ def test_transformers_own_context_parallelism_is_refused_by_all_models():
     """It would cut rows and start every state anew."""
     from latte.conversion.modeling import FAMILIES
 
-    kinds: list[Any] = [LatteForCausalLM, LatteForSequenceClassification]
+    kinds = [LatteForCausalLM, LatteForSequenceClassification]
     kinds += [kind for family in FAMILIES.values() for kind in family]
     assert not any(kind._supports_context_parallel for kind in kinds)
     for name in ("mega", "h3", "s5", "griffin", "mamba"):

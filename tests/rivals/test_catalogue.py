@@ -106,7 +106,7 @@ def test_scans_are_the_librarys_loops(name, monkeypatch):
     scan = getattr(owner, function_name)
     results = []
     for function in (scan, scan.looping):
-        calls: list[int] = []
+        calls = []
 
         def counted(*arguments, _run=function, _calls=calls, **rest):
             _calls.append(1)
@@ -124,7 +124,7 @@ def test_scans_are_the_librarys_loops(name, monkeypatch):
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_dropout_is_where_ours_is(name, monkeypatch):
     """In training alone: of embeddings, and of all that the blocks add."""
-    rates: list[float] = []
+    rates = []
 
     def all_of_it(x, rate):
         rates.append(rate)

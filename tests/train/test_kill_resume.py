@@ -38,7 +38,7 @@ def killed(tmp_path_factory):
         timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)},
     )
-    outcomes: dict = {}
+    outcomes = {}
     for line in done.stdout.splitlines():
         if line.startswith("{"):
             outcomes |= json.loads(line)

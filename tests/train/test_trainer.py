@@ -16,7 +16,7 @@ from latte.errors import LatteError
 from latte.train import speed
 from latte.train.metrics import duration, read_metrics
 from latte.train.recipe import load_recipe
-from latte.train.run import Result, train
+from latte.train.run import train
 from latte.train.run_folder import checkpoints
 from latte.train.trainer import LatteTrainer, learning_rate_factor
 
@@ -99,7 +99,7 @@ def test_a_stopped_run_goes_on_with_its_own_text_alone(make_recipe, words, whole
 def ctrl_c(monkeypatch):
     """Steps in whose middle Ctrl-C is pressed, once each time that the step is listed."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
-    presses: list[int] = []
+    presses = []
     step = LatteTrainer.training_step
 
     def training_step(self, *arguments):
@@ -140,7 +140,7 @@ def test_ctrl_c_twice_stops_at_once(make_recipe, ctrl_c):
 
 @pytest.mark.parametrize("where", ["another thread", "a program with a handler"])
 def test_ctrl_c_is_the_program_s_own_elsewhere(make_recipe, where):
-    results: list[Result] = []
+    results = []
     recipe = make_recipe(max_steps=1)
     thread = threading.Thread(target=lambda: results.append(train(recipe, quiet=True)))
     if where == "another thread":

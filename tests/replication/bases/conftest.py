@@ -2,7 +2,6 @@
 
 import json
 import random
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,7 @@ def folders(save_llama, tmp_path_factory):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(where / "base")
-    shape: dict[str, Any] = {"window": 8, "num_latents": 8, "num_sinks": 2, "delay_latents": True}
+    shape = {"window": 8, "num_latents": 8, "num_sinks": 2, "delay_latents": True}
     convert(where / "base", where / "converted", latent_input="none", **shape)
     choose = random.Random(0)
     words = ["ship", "the", "of", "sea", "captain", "a", "night", "letter", "and", "lamp"]

@@ -2,7 +2,6 @@
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +16,7 @@ from replication.ingredients.run import IngredientsGrid, main
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes/ingredients"
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "num_latents": 8}
-TINY: dict[str, Any] = {
+TINY = {
     "models": {
         "window": {"preset": "swa++", "fit": "intermediate_size"},
         "gate": {"preset": "trial", "fit": "intermediate_size", "output_gate": True},

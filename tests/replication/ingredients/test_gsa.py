@@ -1,4 +1,4 @@
-"""Gated slot attention: its op beside the recurrence, the mixer's laws, and its models."""
+"""Gated slot attention: its op beside the recurrence, and its mixer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Griffin's recurrent block: Transformers' block, the mixer's laws, and models of both kinds."""
+"""Griffin's recurrent block: Transformers' block, and models of both kinds."""
 
 import pytest
 import torch

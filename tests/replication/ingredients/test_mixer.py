@@ -1,4 +1,4 @@
-"""The trial's mixer: each part is what it says, and none breaks a mixer's laws."""
+"""The trial's mixer: each part is what it says."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Raven: the published layer's output, the mixer's laws, and its models."""
+"""Raven: the published layer's output, and the choice of slots."""
 
 import pytest
 import torch

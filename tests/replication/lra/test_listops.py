@@ -32,7 +32,7 @@ def evaluate(text):
         "[MED": np.median,
         "[SM": lambda values: np.sum(values) % 10,
     }
-    stack: list = []
+    stack = []
     for word in text.split():
         if word != "]":
             stack.append(word if word in functions else int(word))
@@ -47,7 +47,7 @@ def evaluate(text):
 
 def shape(text):
     """(depth, fewest and most arguments) of an expression."""
-    open_counts: list[int] = []
+    open_counts = []
     depth, fewest, most = 1, 99, 0
     for word in text.split():
         if word == "]":

@@ -3,7 +3,6 @@
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from replication.mqar.run import RESULT_FILE, MQARSweep, main
 from replication.mqar.training import count_correct, query_logits, train_run
 
 ROOT = Path(__file__).parents[3]
-TINY: dict[str, Any] = {
+TINY = {
     "models": {
         "both": {"preset": "latte-r-swa++", "sliding_window": 4},
         "window": {"preset": "swa++", "sliding_window": 4},

@@ -4,7 +4,6 @@ import csv
 import json
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ def model(request):
     if request.param == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        made: Any = LlamaForCausalLM(LlamaConfig(**sizes))
+        made = LlamaForCausalLM(LlamaConfig(**sizes))
     else:
         made = LatteForCausalLM(preset_config(request.param, "tiny", **sizes))
     for parameter in made.parameters():  # far from uniform, so that mistakes show
@@ -218,7 +217,7 @@ def test_sampling_follows_the_probabilities_and_the_seed():
 
 def test_results_do_not_depend_on_batches(model, material, tmp_path, monkeypatch):
     monkeypatch.setattr(probes, "CONTINUATION", 8)
-    keep: dict[str, Any] = {"depths": [0.5], "cases": 3, "progress": False}
+    keep = {"depths": [0.5], "cases": 3, "progress": False}
     names = ["retrieval", "continuation"]
     one = probing.run_probes(model, material, names, [220], batch_tokens=1, segment=64, **keep)
     all_ = probing.run_probes(model, material, names, [220], batch_tokens=9999, segment=999, **keep)
@@ -241,7 +240,7 @@ def test_results_do_not_depend_on_batches(model, material, tmp_path, monkeypatch
 def checkpoint(words, tmp_path_factory):
     """An untrained model in a folder that says what text its run held out."""
     folder = tmp_path_factory.mktemp("probed")
-    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 16}
     torch.manual_seed(0)
     LatteForCausalLM(preset_config("swa++", "tiny", **sizes)).save_pretrained(folder)
@@ -288,7 +287,7 @@ def test_mistakes_of_the_command_are_one_line(checkpoint, tmp_path, capsys, opti
     try:
         code = main([str(checkpoint), *options, "--output", str(tmp_path / "out")])
     except SystemExit as stop:  # argparse
-        code = stop.code  # type: ignore[assignment]
+        code = stop.code
     error = capsys.readouterr().err
     assert code == 2 and error.count("\n") == 1 and message in error
     assert not (tmp_path / "out").exists()
