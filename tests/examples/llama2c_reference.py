@@ -159,5 +159,3 @@ class Llama2cTokenizer:
             else:
                 data += text[1:].encode() if place == 0 and text[0] == " " else text.encode()
         return data.decode("utf-8")
-
-
