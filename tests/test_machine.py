@@ -10,7 +10,8 @@ import latte
 from latte import machine
 from latte.errors import LatteError
 from latte.machine import WorkFailed, in_fresh_process
-from latte.models import LatteForCausalLM, preset_config
+
+# The processes of their own import this file: what takes long to import is imported below.
 
 
 def test_work_apart_returns_fails_and_dies_alone(capfd):
@@ -47,6 +48,8 @@ def _keep(count):
 
 def test_flops_of_a_plain_transformer():
     """6 per weight, and 2 * 2 * E * (keys seen) forward per layer, three times that in all."""
+    from latte.models import LatteForCausalLM, preset_config
+
     config = preset_config("transformer++", "tiny")
     model = LatteForCausalLM(config)
     matrices = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
@@ -60,6 +63,8 @@ def test_flops_of_a_plain_transformer():
 )
 def test_flops_of_mixing(preset, seen, states):
     """Forward 2 * 2 * E per key of a window and 2 * 2 * D per state, of all layers."""
+    from latte.models import LatteForCausalLM, preset_config
+
     sizes = {"sliding_window": 16 if seen else None, "num_latents": states or None}
     config = preset_config(preset, "tiny", **sizes)
     model = LatteForCausalLM(config)
