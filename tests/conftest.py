@@ -46,7 +46,7 @@ def make_recipe(recipe_in, tmp_path):
 @pytest.fixture(scope="session")
 def recipe_in(words):
     """recipe_in(folder, preset, **training) -> a checked recipe that writes there."""
-    from latte.train.recipe import recipe_from_dict
+    from latte.lab.train.recipe import recipe_from_dict
 
     def make(folder, preset="latte-r-swa++", **training):
         overrides = dict(MODEL)
@@ -108,7 +108,7 @@ def save_llama():
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from latte.data import byte_tokenizer
+    from latte.lab.data import byte_tokenizer
 
     def save(folder, scale=1.0, **fields):
         sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

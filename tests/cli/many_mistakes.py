@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from latte.cli.parser import build_parser
-from latte.train.convert import ConversionRecipe
-from latte.train.recipe import Recipe
+from latte.lab.train.recipe import Recipe
+from latte.lab.train.stages import ConversionRecipe
 
 
 class Case(NamedTuple):
@@ -612,7 +612,7 @@ def _folder_for(name: str) -> Harm:
 
 
 def _larger_tokenizer(folder: Path) -> None:
-    from latte.data import train_bpe
+    from latte.lab.data import train_bpe
 
     text = [" ".join(f"{word}{i}" for i in range(60)) for word in ("mean", "mass", "sum")] * 2
     train_bpe(text, 300, progress=False).save_pretrained(folder)

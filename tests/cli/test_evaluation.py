@@ -46,7 +46,7 @@ def test_a_prompt_of_bytes_that_are_no_utf_8_is_printed(place, capfd):
 def test_a_converted_model_and_its_controls(save_llama, tmp_path, capsys):
     """Each mixing reaches the model, and its results have a folder of their own."""
     from latte.conversion import convert
-    from latte.evaluate.checkpoint import load_checkpoint
+    from latte.lab.evaluate.checkpoint import load_checkpoint
 
     base, folder = save_llama(tmp_path / "base"), tmp_path / "converted"
     convert(base, folder, window=8, num_latents=4)

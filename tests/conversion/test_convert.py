@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from latte.conversion import convert
 from latte.errors import LatteError
-from latte.evaluate.checkpoint import load_config
+from latte.lab.evaluate.checkpoint import load_config
 from tests.conversion.bases import NAMES, base, tokens
 
 

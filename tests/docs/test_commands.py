@@ -12,9 +12,9 @@ import torch
 import yaml
 
 from latte.cli.parser import build_parser, parse
+from latte.lab.train.recipe import load_recipe
+from latte.lab.train.stages import load_conversion_recipe
 from latte.models.registry import other_models, preset_names
-from latte.train.convert import load_conversion_recipe
-from latte.train.recipe import load_recipe
 
 
 def make_targets(root):

@@ -1,6 +1,6 @@
 """The example of a mixer of one's own: its equation, and that it trains and generates by its name.
 
-Its laws are in ``tests/replication/ingredients/test_laws.py``.
+Its laws are in ``tests/experiments/ingredients/test_laws.py``.
 """
 
 from pathlib import Path
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from latte.evaluate.checkpoint import load_checkpoint
+from latte.lab.evaluate.checkpoint import load_checkpoint
+from latte.lab.train.recipe import load_recipe
+from latte.lab.train.run import train
 from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.models.registry import load_plugin
-from latte.train.recipe import load_recipe
-from latte.train.run import train
-from tests.replication.ingredients.mixers import TOLERANCE, average, inputs
+from tests.experiments.ingredients.mixers import TOLERANCE, average, inputs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
