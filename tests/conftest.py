@@ -1,13 +1,8 @@
 """A tiny recipe over a few hundred words, and a folder where nothing else is."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,18 +10,13 @@ import pytest
 os.environ["LATTE_KEEP_MEMORY"] = "0"
 
 MODEL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "num_latents": 8,
-    "sliding_window": 16,
-}
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 64, "num_latents": 8, "sliding_window": 16,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
-def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def words(tmp_path_factory):
     """Training and held-out documents, short ones."""
     folder = tmp_path_factory.mktemp("words")
     generator = random.Random(0)
@@ -44,21 +34,21 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def make_recipe(recipe_in: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+def make_recipe(recipe_in, tmp_path):
     """make_recipe(preset, name, **training) -> a checked recipe in tmp_path / name."""
 
-    def make(preset: str = "latte-r-swa++", name: str = "run", **training: Any) -> Any:
+    def make(preset="latte-r-swa++", name="run", **training):
         return recipe_in(tmp_path / name, preset, **training)
 
     return make
 
 
 @pytest.fixture(scope="session")
-def recipe_in(words: dict[str, str]) -> Callable[..., Any]:
+def recipe_in(words):
     """recipe_in(folder, preset, **training) -> a checked recipe that writes there."""
     from latte.lab.train.recipe import recipe_from_dict
 
-    def make(folder: Path, preset: str = "latte-r-swa++", **training: Any) -> Any:
+    def make(folder, preset="latte-r-swa++", **training):
         overrides = dict(MODEL)
         if preset in ("transformer++", "swa++"):
             del overrides["num_latents"]
@@ -85,7 +75,7 @@ def recipe_in(words: dict[str, str]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def make_model() -> Callable[..., Any]:
+def make_model():
     """make_model(preset, **fields) -> an untrained model of bytes whose weights are large enough
     for its probabilities to differ.
     """
@@ -93,7 +83,7 @@ def make_model() -> Callable[..., Any]:
 
     from latte.models import LatteForCausalLM, preset_config
 
-    def make(preset: str, **fields: Any) -> Any:
+    def make(preset, **fields):
         sizes = {**MODEL, "num_latents": 16, **fields}
         if not preset.startswith(("latte", "linear")):
             del sizes["num_latents"]
@@ -108,3 +98,28 @@ def make_model() -> Callable[..., Any]:
         return model
 
     return make
+
+
+@pytest.fixture(scope="session")
+def save_llama():
+    """save_llama(folder, scale, **fields) -> the folder with a random Llama of Transformers, whose
+    weights are so many times larger, and with the tokenizer of bytes.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from latte.lab.data import byte_tokenizer
+
+    def save(folder, scale=1.0, **fields):
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        sizes |= {"num_attention_heads": 2, "vocab_size": 259}
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**sizes | fields))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(scale)
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        return folder
+
+    return save

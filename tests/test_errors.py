@@ -1,7 +1,5 @@
 """What the system refuses is one line."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -10,11 +8,11 @@ from latte.lab.command_line import exit_code
 from latte.models.plain_files import check_plain, read_object
 
 
-def write_to_a_full_disk() -> None:
+def write_to_a_full_disk():
     torch.save({"a": torch.zeros(1000)}, "/dev/full")
 
 
-def as_safetensors_says_it() -> None:
+def as_safetensors_says_it():
     raise SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
 
 
@@ -26,7 +24,7 @@ def test_a_full_disk_is_said_to_be_full(work, capsys):
 
 
 def test_another_error_of_a_library_is_not_hidden():
-    def work() -> None:
+    def work():
         raise SafetensorError("a mistake in the code")
 
     with pytest.raises(SafetensorError):

@@ -1,6 +1,4 @@
-"""The files about the project agree with it: version, types, citation, contributors' tools."""
-
-from __future__ import annotations
+"""The files about the project agree with it: version and citation."""
 
 import re
 import tomllib
@@ -32,11 +30,6 @@ def test_the_changelog_begins_with_this_version_and_a_date():
     assert all(re.search(r"\d{4}-\d{2}-\d{2}", heading) for heading in headings)
 
 
-def test_its_types_are_for_everybody(project):
-    assert (ROOT / "src/latte/py.typed").is_file()
-    assert "Typing :: Typed" in project["project"]["classifiers"]
-
-
 def test_the_citation_names_the_paper_of_readme():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     paper = citation["preferred-citation"]
@@ -44,21 +37,3 @@ def test_the_citation_names_the_paper_of_readme():
     assert paper["title"] in readme and str(paper["year"]) in readme
     assert all(author["family-names"] in readme for author in paper["authors"])
     assert citation["license"] == "MIT" and citation["cff-version"] == "1.2.0"
-
-
-@pytest.mark.parametrize(
-    "path",
-    [".pre-commit-config.yaml", *sorted(
-        str(path.relative_to(ROOT)) for path in (ROOT / ".github").rglob("*.yml")
-    )],
-)  # fmt: skip
-def test_it_is_yaml(path):
-    assert yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
-
-
-def test_hooks_run_what_the_makefile_has():
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"][0]
-    for hook in hooks["hooks"]:
-        program, *words = hook["entry"].split()
-        assert program.startswith(".venv/bin/")
-        assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))

@@ -1,9 +1,6 @@
 """A checkpoint trained through the command line, once for all tests here."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,15 +29,15 @@ class Place:
 
     folder: Path
 
-    def recipe(self, preset: str = "latte-r-swa++") -> Path:
+    def recipe(self, preset="latte-r-swa++"):
         return self.folder / f"{preset}.yaml"
 
-    def trained(self, preset: str = "latte-r-swa++") -> Path:
+    def trained(self, preset="latte-r-swa++"):
         return self.folder / preset
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def place(tmp_path_factory):
     from latte.cli import main
 
     folder = tmp_path_factory.mktemp("place")
@@ -60,16 +57,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(capsys):
     """refused(*arguments) -> the one line on stderr of a command that ends with exit code 2."""
     from latte.cli import main
 
-    def run(*arguments: object) -> str:
+    def run(*arguments):
         capsys.readouterr()
         try:
             code = main([str(argument) for argument in arguments])
         except SystemExit as stop:  # argparse
-            code = stop.code  # type: ignore[assignment]
+            code = stop.code
         captured = capsys.readouterr()
         assert code == 2, captured
         assert captured.out == ""

@@ -11,8 +11,9 @@ import dataclasses
 import json
 import os
 import random
+import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -148,18 +149,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "model.size": ("huge",),
     "model.architecture": ("no-such", "bert", "t5"),
     "model.overrides": ("{num_latent: 8}", "{num_latents: 7}", "{hidden_size: 33}"),
-    "data.corpus": (
-        "{none}",
-        "{empty}",
-        "{garbage}",
-        "{empty_folder}",
-        "hub:",
-        "hub:nope",
-        "[]",
-        "{half_jsonl}",
-        "{png}",
-        "[{text}, {none}]",
-    ),
+    "data.corpus": ("{none}", "{empty}", "{garbage}", "{empty_folder}", "hub:", "hub:nope", "[]",
+                    "{half_jsonl}", "{png}", "[{text}, {none}]"),
     "data.validation": ("{none}", "{empty}", "{garbage}", "[]"),
     "data.tokenizer": ("./none", "{folder}", "{garbage}", "nope", "{broken_tokenizer}"),
     "data.vocab_size": ("0", "-1"),
@@ -194,7 +185,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "conversion.distillation": ("2", "-1"),
     "output_dir": ("{text}", "{text}/in", "/proc/latte", "{folder}", '""', "{long}"),
     "plugins": ("[none.py]", "[no.such.module]", "[{garbage_py}]"),
-}
+}  # fmt: skip
 FIELDS = {  # of `model.overrides`
     "hidden_size": ("wide", "-32", "0", "33", "4000000"),
     "num_hidden_layers": ("many", "-1", "0", "1000000000"),
@@ -230,6 +221,144 @@ FULL = [
     Case("full disk, benchmark", (*START["benchmark"], "--output", "{box}/new"), 100),
 ]  # fmt: skip
 
+# What the line says. A command has what START has before the words; after "of" comes another first
+# argument; after "alone" all of the arguments.
+SAID = {
+    "train training.max_stepz=3": "the nearest valid key is 'training.max_steps'",
+    "train training.max_steps=three": "training.max_steps: expected an integer (int)",
+    "train training.seed=5000000000": "training.seed: expected 0 to 4294967295, got 5000000000",
+    "train comparison.lengths=[0]": "comparison.lengths: expected numbers of at least 1",
+    "train model.preset=late++": "unknown preset 'late++'",
+    "train model.size=huge": "unknown size 'huge'",
+    "train model.overrides.num_latent=8": "unknown field 'num_latent'",
+    "train model.overrides.num_latents=7": "num_latents must be a multiple of num_attention_heads",
+    "train model.overrides.hidden_size=33": "hidden_size must be a multiple",
+    "train model.overrides.hidden_size=wide": "hidden_size",
+    "train model.overrides.vocab_size=100": "vocabulary",
+    "train data.corpus=nowhere.txt": "nowhere.txt",
+    "train data.corpus={empty}": "empty.txt",
+    "train data.corpus={garbage}": "garbage.txt",
+    "train data.hub_validation_split=test": "expected data.hub_validation_split=null with",
+    "train data.tokenizer=./no-such-folder": "no such folder",
+    "train data.block_length=1000000": "too few for a single block",
+    "train output_dir={run} training.learning_rate=0.5":
+        "holds another run: training.learning_rate is 0.001 there and 0.5 here",
+    "train output_dir={folder}": "holds no run of latte",
+    "train output_dir={text}/run": "cannot be written",
+    "train training.context_parallel=2": "context_parallel=2: expected a multiple of 2 processes",
+    "train training.context_parallel=0": "expected a number above 0, got 0",
+    "train training.context_parallel=64": "expected at most data.block_length (32) processes",
+    "train training.context_parallel=2 training.torch_compile=true": "expected torch_compile=false",
+    "train training.context_parallel=2 conversion.objective=transfer":
+        "expected conversion.objective=next-token",
+    "train alone": "the following arguments are required: recipe",
+    "train of missing.yaml": "missing.yaml does not exist",
+    "trian alone": "invalid choice: 'trian'",
+    "generate of {cut_weights}": "truncated or damaged",
+    "generate of {edited_weights}": "was edited: its checksum does not match",
+    "generate of {no_weights}": "has no weights; expected model.safetensors",
+    "generate of {garbage_weights}": "truncated or damaged",
+    "generate of {no_config}": "config.json is missing",
+    "generate of {broken_config}": "config.json is damaged",
+    "generate of {other_type}": "no-such-model",
+    "generate of {wide}": "shape",
+    "generate of {impossible}": "num_latents must be a multiple",
+    "generate of {more_layers}": "lacks weights",
+    "generate of {fewer_layers}": "its config does not know",
+    "generate of {no_tokenizer}": "has no tokenizer",
+    "generate of {broken_tokenizer}": "tokenizer.json is damaged",
+    "generate of {edited_tokenizer}": "tokenizer.json has",
+    "generate of {larger_tokenizer}":
+        "token ids up to 299, but the model's vocabulary has 259 entries",
+    "generate of {none}": "does not exist",
+    "generate --temperature -1": "temperature: expected 0",
+    "generate --temperature nan": "temperature: expected 0",
+    "generate --temperature 1e-320": "temperature: expected 0",
+    "generate --top-k 0": "top-k: expected at least",
+    "generate --top-p 2": "top-p: expected a number above 0",
+    "generate --seed -1": "seed: expected 0 to 4294967295",
+    "generate --max-new-tokens 0": "expected at least 1",
+    "evaluate of {recipe}": "is a file",
+    "evaluate of {folder}": "is not a checkpoint",
+    "evaluate --corpus {empty}": "empty.txt",
+    "evaluate --corpus {garbage}": "garbage.txt",
+    "evaluate --corpus missing.txt": "missing.txt",
+    "evaluate --output {text}/out": "cannot be written",
+    "evaluate --lengths a,b": "expected whole numbers",
+    "evaluate --lengths 0": "at least 1",
+    "evaluate --segment 0": "--segment: expected at least 1",
+    "evaluate --device tpu7": "tpu7",
+    "evaluate --tasks a --limit 0": "--limit: expected at least 1, got 0",
+    "evaluate --num-fewshot -1": "--num-fewshot: expected 0 or more",
+    "evaluate --tasks gone.yaml": "gone.yaml",
+    "evaluate --tasks ,": "expected names separated by commas",
+    "evaluate --mixing window": "expected a converted model",
+    "evaluate --mixing half": "expected one of learned, window, latents, base, got 'half'",
+    "evaluate --context-parallel 2":
+        "--context-parallel=2: expected a multiple of 2 processes, got 1",
+    "evaluate --context-parallel 0": "expected at least 1",
+    "evaluate --context-parallel 2 --tasks x": "not with --tasks",
+    "compare --presets latte++,latte++": "expected different names",
+    "compare --presets latte++,lat": "unknown preset 'lat'",
+    "compare model.architecture=llama":
+        "model.architecture: expected none where presets are compared, got 'llama'",
+    "compare alone {recipe}": "name the presets, with --presets",
+    "compare --report": "--report is for several",
+    "compare --seeds 0,x": "expected whole numbers",
+    "inspect alone {run} --file missing.txt": "missing.txt: cannot be read",
+    "inspect --tokens 5000": "tokens: expected 2 to 1024",
+    "inspect --statistics-tokens 1": "statistics-tokens: expected 2 to 65536",
+    "inspect --layers 2": "layers: expected numbers from 0 to 1",
+    "inspect --layers -1": "expected numbers of at least 0, got '-1'",
+    "inspect --layers a": "expected whole numbers separated by commas",
+    "inspect --text abc --at 4": "at: expected positions from 0 to 3",
+    "inspect --device tpu7": "tpu7",
+    "inspect --output {text}": "cannot be written",
+    "inspect of {base} --text abc": "LlamaForCausalLM has no layer of Latte",
+    "inspect of {none} --text abc": "does not exist",
+    "benchmark --ops lattte": "ops: expected some of latte, macchiato",
+    "benchmark --models latte+++": "models: expected some of latte, latte++",
+    "benchmark --modes backward": "modes: expected some of forward",
+    "benchmark --size huge": "size: expected one of tiny",
+    "benchmark --dtype int8": "dtype: expected one of float32",
+    "benchmark --heads 0": "heads: expected more than 0, got 0",
+    "benchmark --device tpu7": "tpu7",
+    "benchmark --ops none": "nothing to measure",
+    "benchmark --backend cuda": "latte, forward: ",
+}  # fmt: skip
+
+
+# Commands as those of SAID, whose lines may say what they will.
+UNSAID = (
+    "retrain alone", "train training", "train =3", "train .=3", "train training.=3",
+    "train training.max_steps.x=3", "train nothing=1", "train a.b.c=1",
+    "train output_dir={run} training.seed=9", "compare --baseline swa++", "compare --dry-run",
+    "compare output_dir={runs} --presets latte-r-swa++ training.seed=9",
+    "generate alone {run} --state {none} --prompt ''", "generate --save-state {box}/a/b/c",
+    "serve alone {none} --compile", "convert conversion.window=8",
+    *(f"convert --recipe {{conversion}} {override}" for override in (
+        "layers.steps=0", "layers.rows=-1", "layers.held_out_rows=1000000", "layers.processes=0",
+        "conversion.window=0", "conversion.num_latents=3", "conversion.keep_layers=[9]",
+        "data.corpus={none}", "data.respect_documents=true", "evaluation.lengths=[0]", "nothing=1",
+        "training.max_steps=0", "plugins=[none.py]", "conversion.base=x", "--window 8",
+    )),
+    *(f"convert alone {{base}} {output} {recipe}"
+      for output in ("{text}", "{folder}", "{run}", "{text}/in", "/proc/latte", "{long}", "''")
+      for recipe in ("", "--recipe {conversion}")),
+)  # fmt: skip
+
+
+def commands(lines: Iterable[str]) -> Iterator[Case]:
+    """The cases of lines such as those of SAID."""
+    for line in lines:
+        command, *rest = shlex.split(line)
+        if rest[:1] == ["alone"]:
+            yield Case(line, (command, *rest[1:]))
+        elif rest[:1] == ["of"]:
+            yield Case(line, (command, rest[1], *START[command][2:], *rest[2:]))
+        else:
+            yield Case(line, (*START[command], *rest))
+
 
 def options_of(command: str) -> dict[str, argparse.Action]:
     """The options of a command, by their first name."""
@@ -248,7 +377,8 @@ def cases() -> list[Case]:
         *_of_fields(),
         *_of_conversions(),
         *FULL,
-        *_others(),
+        Case("nothing", ()),
+        *commands(UNSAID),
     ]
     random.Random(0).shuffle(found)
     return found
@@ -356,41 +486,6 @@ def _of_conversions() -> Iterator[Case]:
             full = f"{section}.{key}"
             for value in _wrong_values(of_key)[:2]:
                 yield Case(f"convert {full}={value}", (*start, f"{full}={value}"))
-    for override in ("layers.steps=0", "layers.rows=-1", "layers.held_out_rows=1000000",
-                     "layers.processes=0", "conversion.window=0", "conversion.num_latents=3",
-                     "conversion.keep_layers=[9]", "data.corpus={none}",
-                     "data.respect_documents=true", "evaluation.lengths=[0]", "nothing=1",
-                     "training.max_steps=0", "plugins=[none.py]", "conversion.base=x"):  # fmt: skip
-        yield Case(f"convert {override}", (*start, override))
-    yield Case("convert, overrides without a recipe", (*START["convert"], "conversion.window=8"))
-    yield Case("convert --window with a recipe", (*start, "--window", "8"))
-    for output in ("{text}", "{folder}", "{run}", "{text}/in", "/proc/latte", "{long}", ""):
-        yield Case(f"convert into {output!r}", ("convert", "{base}", output))
-        yield Case(f"convert --recipe into {output!r}",
-                   ("convert", "{base}", output, "--recipe", "{conversion}"))  # fmt: skip
-
-
-def _others() -> Iterator[Case]:
-    yield Case("nothing", ())
-    yield Case("no such command", ("retrain",))
-    for text in ("training", "=3", ".=3", "training.=3", "training.max_steps.x=3", "nothing=1",
-                 "training.max_stepz=3", "a.b.c=1"):  # fmt: skip
-        yield Case(f"train override {text!r}", (*START["train"], text))
-    for option in ("--baseline", "--report", "--dry-run"):
-        given = (option, "swa++") if option == "--baseline" else (option,)
-        yield Case(f"compare {option} without --seeds", (*START["compare"], *given))
-    yield Case("generate of nothing after a state",
-               ("generate", "{run}", "--state", "{none}", "--prompt", ""))  # fmt: skip
-    yield Case("generate --save-state of a comparator's kind",
-               ("generate", "{run}", "--save-state", "{box}/a/b/c"))  # fmt: skip
-    yield Case("evaluate --tasks --context-parallel",
-               (*START["evaluate"], "--tasks", "a", "--context-parallel", "2"))  # fmt: skip
-    yield Case("serve --compile of no model", ("serve", "{none}", "--compile"))
-    yield Case("train into another run",
-               ("train", "{recipe}", "output_dir={run}", "training.seed=9"))  # fmt: skip
-    yield Case("compare over another run",
-               ("compare", "{recipe}", "output_dir={runs}", "--presets", "latte-r-swa++",
-                "training.seed=9"))  # fmt: skip
 
 
 # ---- folders whose files are not what they should be
@@ -466,34 +561,88 @@ def make_box(box: Path, run: Path, base: Path) -> dict[str, str]:
     names |= {"long": str(box / ("x" * 300)), "unreadable": "/proc/self/mem"}
     names |= {"run": str(run), "base": str(base), "runs": str(run.parent)}
     names["weights"] = str(run / "model.safetensors")
-    for name in ("no_weights", "cut_weights", "no_config", "broken_config", "no_tokenizer",
-                 "broken_tokenizer", "wide", "folder_for_weights", "folder_for_config",
-                 "folder_for_tokenizer", "cut_base"):  # fmt: skip
-        names[name] = str(_damaged(name, base if name == "cut_base" else run, box / name))
+    for name, harm in HARMS.items():
+        folder, source = box / name, base if name == "cut_base" else run
+        ignored = shutil.ignore_patterns("checkpoint-*", ".lock", "eval*", "tensorboard")
+        shutil.copytree(source, folder, ignore=ignored)
+        harm(folder)
+        names[name] = str(folder)
     return names
 
 
-def _damaged(name: str, source: Path, folder: Path) -> Path:
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("checkpoint-*", ".lock", "eval*"))
-    weights, config = folder / "model.safetensors", folder / "config.json"
-    tokenizer = folder / "tokenizer.json"
-    if name == "no_weights":
-        weights.unlink()
-    elif name in ("cut_weights", "cut_base"):
-        weights.write_bytes(weights.read_bytes()[:-50])
-    elif name == "no_config":
-        config.unlink()
-    elif name == "broken_config":
-        config.write_text("{")
-    elif name == "no_tokenizer":
-        for path in folder.glob("tokenizer*"):
-            path.unlink()
-    elif name == "broken_tokenizer":
-        tokenizer.write_text("{}")
-    elif name == "wide":
-        config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": 64'))
-    else:
-        path = {"weights": weights, "config": config, "tokenizer": tokenizer}[name[11:]]
-        path.unlink()
-        path.mkdir()
-    return folder
+Harm = Callable[[Path], object]
+
+
+def _cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-50])
+
+
+def _flip(folder: Path) -> None:
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 0xFF
+    (folder / "model.safetensors").write_bytes(data)
+
+
+def _config(**fields: Any) -> Harm:
+    def harm(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return harm
+
+
+def _write(name: str, text: str) -> Harm:
+    """Another content of a file, in a folder without digests."""
+
+    def harm(folder: Path) -> None:
+        (folder / name).write_text(text)
+        if name != "config.json":
+            (folder / "manifest.json").unlink()
+
+    return harm
+
+
+def _folder_for(name: str) -> Harm:
+    def harm(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return harm
+
+
+def _larger_tokenizer(folder: Path) -> None:
+    from latte.lab.data import train_bpe
+
+    text = [" ".join(f"{word}{i}" for i in range(60)) for word in ("mean", "mass", "sum")] * 2
+    train_bpe(text, 300, progress=False).save_pretrained(folder)
+    (folder / "manifest.json").unlink()
+
+
+def _edited_tokenizer(folder: Path) -> None:
+    with open(folder / "tokenizer.json", "a", encoding="utf-8") as file:
+        file.write(" ")
+
+
+# Folders of the box: the trained run, or the base, with one thing wrong.
+HARMS: dict[str, Harm] = {
+    "no_weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "cut_weights": _cut,
+    "cut_base": _cut,
+    "edited_weights": _flip,
+    "garbage_weights": _write("model.safetensors", "not a checkpoint"),
+    "no_config": lambda folder: (folder / "config.json").unlink(),
+    "broken_config": _write("config.json", "{"),
+    "other_type": _config(model_type="no-such-model"),
+    "wide": _config(hidden_size=64),
+    "impossible": _config(num_latents=7),
+    "more_layers": _config(num_hidden_layers=3),
+    "fewer_layers": _config(num_hidden_layers=1),
+    "no_tokenizer": lambda folder: [file.unlink() for file in folder.glob("tokenizer*")],
+    "broken_tokenizer": _write("tokenizer.json", "{}"),
+    "edited_tokenizer": _edited_tokenizer,
+    "larger_tokenizer": _larger_tokenizer,
+    "folder_for_weights": _folder_for("model.safetensors"),
+    "folder_for_config": _folder_for("config.json"),
+    "folder_for_tokenizer": _folder_for("tokenizer.json"),
+}

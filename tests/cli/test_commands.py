@@ -1,14 +1,10 @@
 """The commands at work, on a checkpoint of a few steps."""
 
-from __future__ import annotations
-
 import csv
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,43 +13,28 @@ from latte.cli.parser import parse
 
 SOURCES = Path(__file__).parents[2] / "src"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)}
-COMMANDS: list[list[str]] = [
-    [],
-    ["train"],
-    ["evaluate"],
-    ["generate"],
-    ["serve"],
-    ["compare"],
-    ["convert"],
-    ["inspect"],
-    ["benchmark"],
-    ["doctor"],
-]
+COMMANDS = ("", "train", "evaluate", "generate", "serve", "compare", "convert", "inspect",
+            "benchmark", "doctor")  # fmt: skip
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join(c) or "latte")
-def test_help_is_quick_and_imports_nothing_heavy(command: list[str]) -> None:
-    """Both: the modules, and the best of two times, since machines are busy."""
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_imports_nothing_heavy(command):
+    """It is quick: PyTorch alone takes seconds."""
     script = (
         "import sys; from latte.cli import main\n"
-        f"try: main({[*command, '--help']!r})\n"
+        f"try: main({[*command.split(), '--help']!r})\n"
         "except SystemExit as stop: code = stop.code\n"
         "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "assert code == 0 and not heavy, (code, heavy)"
     )
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, env=ENVIRONMENT
-        )
-        seconds.append(time.perf_counter() - start)
-        assert done.returncode == 0, done.stderr
-        assert "usage: latte" in done.stdout
-    assert min(seconds) < 1.0
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage: latte" in done.stdout
 
 
-def test_overrides_may_stand_anywhere_after_the_recipe(capsys: Any) -> None:
+def test_overrides_may_stand_anywhere_after_the_recipe(capsys):
     options = parse(["train", "r.yaml", "model.size=tiny", "--quiet", "training.max_steps=3"])
     assert options.overrides == ["model.size=tiny", "training.max_steps=3"] and options.quiet
     for wrong in (["train", "r.yaml", "--quiet", "x"], ["train", "r.yaml", "--lr=3"]):
@@ -63,7 +44,7 @@ def test_overrides_may_stand_anywhere_after_the_recipe(capsys: Any) -> None:
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_version_and_module_entry() -> None:
+def test_version_and_module_entry():
     import latte
 
     done = subprocess.run(
@@ -76,9 +57,7 @@ def test_version_and_module_entry() -> None:
 
 
 @pytest.mark.parametrize("preset", ["latte-r-swa++", "transformer++"])
-def test_evaluate_writes_a_table_a_csv_and_a_plot(
-    place: Any, preset: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_evaluate_writes_a_table_a_csv_and_a_plot(place, preset, tmp_path, capsys):
     arguments = ["evaluate", str(place.trained(preset)), "--lengths", "64,16", "--segment", "16"]
     assert main([*arguments, "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -90,7 +69,7 @@ def test_evaluate_writes_a_table_a_csv_and_a_plot(
     assert (tmp_path / "evaluation.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_evaluate_scores_whole_files(place: Any, tmp_path: Path, capsys: Any) -> None:
+def test_evaluate_scores_whole_files(place, tmp_path, capsys):
     text = tmp_path / "mine.txt"
     text.write_text("state of the latent mean\n" * 20)
     arguments = ["evaluate", str(place.trained()), "--corpus", str(text), "--lengths", "32"]
@@ -99,7 +78,7 @@ def test_evaluate_scores_whole_files(place: Any, tmp_path: Path, capsys: Any) ->
     assert "the same 501 tokens (500 bytes)" in capsys.readouterr().out
 
 
-def test_generate_streams_the_same_text_for_a_seed(place: Any, capsys: Any) -> None:
+def test_generate_streams_the_same_text_for_a_seed(place, capsys):
     arguments = ["generate", str(place.trained()), "--prompt", "latent", "--max-new-tokens", "12"]
     assert main([*arguments, "--seed", "3"]) == 0
     first = capsys.readouterr().out
@@ -110,9 +89,7 @@ def test_generate_streams_the_same_text_for_a_seed(place: Any, capsys: Any) -> N
     assert capsys.readouterr().out.startswith("latent")
 
 
-def test_a_document_is_read_once_and_answers_prompts(
-    place: Any, tmp_path: Path, capsys: Any, refused: Any
-) -> None:
+def test_a_document_is_read_once_and_answers_prompts(place, tmp_path, capsys, refused):
     (tmp_path / "document.txt").write_text("state of the latent mean\n" * 20)
     start = ["generate", str(place.trained())]
     document, state = ["--file", str(tmp_path / "document.txt")], str(tmp_path / "state")
@@ -129,29 +106,7 @@ def test_a_document_is_read_once_and_answers_prompts(
     assert "does not exist" in refused(*start, "--state", tmp_path / "none", *prompt)
 
 
-def test_a_run_folder_without_export_offers_its_newest_checkpoint(
-    place: Any, tmp_path: Path, capsys: Any
-) -> None:
-    import shutil
-
-    folder = tmp_path / "run"
-    shutil.copytree(place.trained() / "checkpoint-2", folder / "checkpoint-2")
-    assert main(["generate", str(folder), "--max-new-tokens", "2", "--prompt", "a"]) == 0
-    assert capsys.readouterr().out.startswith("a")
-
-
-def test_auto_classes_load_what_was_trained(place: Any) -> None:
-    import transformers
-
-    import latte  # noqa: F401  registers the models
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(place.trained())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(place.trained())
-    assert type(model).__name__ == "LatteForCausalLM"
-    assert tokenizer.decode(tokenizer.encode("latte")) == "latte"
-
-
-def test_compare_puts_presets_side_by_side(place: Any, tmp_path: Path, capsys: Any) -> None:
+def test_compare_puts_presets_side_by_side(place, tmp_path, capsys):
     output = f"output_dir={tmp_path / 'both'}"
     arguments = ["compare", str(place.recipe()), output, "--presets", "latte-r-swa++,swa++"]
     assert main([*arguments, "--lengths", "16,32"]) == 0
@@ -165,7 +120,7 @@ def test_compare_puts_presets_side_by_side(place: Any, tmp_path: Path, capsys: A
     assert weights.stat().st_mtime_ns == before
 
 
-def test_compare_lists_and_reports_several_seeds(place: Any, tmp_path: Path, capsys: Any) -> None:
+def test_compare_lists_and_reports_several_seeds(place, tmp_path, capsys):
     output = tmp_path / "many"
     presets = ["compare", str(place.recipe()), f"output_dir={output}", "--presets"]
     assert main([*presets, "swa++,latte++", "--seeds", "3,5", "--dry-run"]) == 0
@@ -180,7 +135,7 @@ def test_compare_lists_and_reports_several_seeds(place: Any, tmp_path: Path, cap
 
 
 @pytest.mark.slow
-def test_torchrun_compares_several_seeds(place: Any, tmp_path: Path) -> None:
+def test_torchrun_compares_several_seeds(place, tmp_path):
     """One process speaks and writes; each run uses both."""
     done = subprocess.run(
         [
@@ -200,41 +155,7 @@ def test_torchrun_compares_several_seeds(place: Any, tmp_path: Path) -> None:
     assert len(rows) == 4 and not any(row["problem"] for row in rows)
 
 
-# What torchrun does, its processes forked from one that has imported what each of them needs.
-LAUNCH = """
-import sys
-import latte.models.modeling, latte.lab.train.run, torch.utils.tensorboard
-from latte.cli import main
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-standalone = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "two"}
-launch = elastic_launch(LaunchConfig(1, 1, 2, start_method="fork", **standalone), main)
-sys.exit(max(launch(sys.argv[1:]).values()))
-"""
-
-
-def test_torchrun_trains_on_two_processes(place: Any, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", LAUNCH, "train", str(place.recipe())),
-            f"output_dir={tmp_path / 'two'}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=ENVIRONMENT,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("on 2 processes") == 1  # one process speaks
-    assert (tmp_path / "two" / "finished.json").exists()
-    assert {p.name for p in (tmp_path / "two" / "checkpoint-4").glob("rng_state*")} == {
-        "rng_state_0.pth",
-        "rng_state_1.pth",
-    }
-
-
-def test_evaluate_scores_nothing_that_was_trained_on(
-    place: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluate_scores_nothing_that_was_trained_on(place, tmp_path, capsys, monkeypatch):
     """Without `data.validation` a hundredth of the documents, or the end of a text, is held out."""
     monkeypatch.setenv("LATTE_CACHE", str(tmp_path / "cache"))
     text = tmp_path / "all.txt"

@@ -1,14 +1,10 @@
 """Blocks and windows cut over two processes, as torchrun starts them, against one process."""
 
-from __future__ import annotations
-
 import csv
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -48,8 +44,8 @@ sys.exit(max(launch(*sys.argv[1:]).values()))
 """
 
 
-def scores(folder: Path) -> list[list[float]]:
-    rows: list[dict[str, str]] = []
+def scores(folder):
+    rows = []
     for name in ("evaluation.csv", "positions.csv"):
         with open(folder / name, newline="") as file:
             rows += csv.DictReader(file)
@@ -57,7 +53,7 @@ def scores(folder: Path) -> list[list[float]]:
     return [[float(row[name]) for name in ("length", "tokens", "loss")] for row in rows]
 
 
-def test_two_processes_train_and_score_as_one(place: Any, tmp_path: Path) -> None:
+def test_two_processes_train_and_score_as_one(place, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LAUNCH, str(place.recipe()), str(tmp_path)],
         capture_output=True,
@@ -84,30 +80,9 @@ def test_two_processes_train_and_score_as_one(place: Any, tmp_path: Path) -> Non
     assert done.stdout.count("written: ") == 2  # one process speaks
 
 
-def test_what_cannot_be_cut_is_refused(
-    place: Any, tmp_path: Path, refused: Callable[..., str], monkeypatch: Any
-) -> None:
-    train = ["train", place.recipe(), f"output_dir={tmp_path / 'new'}"]
-    said = refused(*train, "training.context_parallel=2")
-    assert "context_parallel=2: expected a multiple of 2 processes, got 1" in said
-    for override, message in (
-        ("training.context_parallel=0", "expected a number above 0, got 0"),
-        ("training.context_parallel=64", "expected at most data.block_length (32) processes"),
-        ("training.torch_compile=true", "expected torch_compile=false"),
-        ("conversion.objective=transfer", "expected conversion.objective=next-token"),
-    ):
-        assert message in refused(*train, "training.context_parallel=2", override)
-    assert not (tmp_path / "new").exists()
-    evaluate = ["evaluate", place.trained(), "--output", tmp_path / "new"]
-    said = refused(*evaluate, "--context-parallel", "2")
-    assert "--context-parallel=2: expected a multiple of 2 processes, got 1" in said
-    assert "expected at least 1" in refused(*evaluate, "--context-parallel", "0")
-    assert "not with --tasks" in refused(*evaluate, "--context-parallel", "2", "--tasks", "x")
-
-
-def test_a_group_reads_the_same_blocks() -> None:
+def test_a_group_reads_the_same_blocks():
     """Four processes take batches of three by turns; groups of two are given the same ones."""
-    shared: Any = SharedBlocks(list(range(12)), 3, 2)  # type: ignore[arg-type]
+    shared = SharedBlocks(list(range(12)), 3, 2)
     batches = [[shared[3 * batch + i] for i in range(3)] for batch in range(len(shared) // 3)]
     steps = [batches[i : i + 4] for i in range(0, len(batches), 4)]
     first, second, third, fourth = [0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]

@@ -4,9 +4,7 @@ import csv
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,9 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is missing")
-def test_tasks_write_a_table_a_csv_and_a_record(
-    place: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_write_a_table_a_csv_and_a_record(place, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     arguments = ["evaluate", str(place.trained()), "--tasks", "recipes/lm_eval/local.yaml"]
     assert main([*arguments, "--limit", "3", "--output", str(tmp_path)]) == 0
@@ -29,36 +25,7 @@ def test_tasks_write_a_table_a_csv_and_a_record(
         assert [row["task"] for row in csv.DictReader(file)] == ["sums", "sums"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tasks", "a", "--limit", "0"], "--limit: expected at least 1, got 0"),
-        (["--num-fewshot", "-1"], "--num-fewshot: expected 0 or more"),
-        (["--tasks", "gone.yaml"], "gone.yaml"),
-        (["--tasks", ","], "expected names separated by commas"),
-        (["--mixing", "window"], "expected a converted model"),
-        (["--mixing", "half"], "expected one of learned, window, latents, base, got 'half'"),
-    ],
-)
-def test_mistakes(
-    place: Any,
-    refused: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    message: str,
-) -> None:
-    if "--tasks" in options and importlib.util.find_spec("lm_eval") is None:
-        pytest.skip("lm-eval is missing")
-    output = tmp_path / "out"
-    line = refused("evaluate", place.trained(), *options, "--output", output)
-    assert message in line
-    assert not output.exists() or not list(output.iterdir())
-
-
-def test_generate_prints_no_prompt_before_its_error(
-    place: Any, refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_generate_prints_no_prompt_before_its_error(place, refused, tmp_path):
     """Nothing is on stdout where the error is one of the tokeniser's."""
     folder = tmp_path / "endless"
     shutil.copytree(place.trained(), folder)
@@ -70,25 +37,18 @@ def test_generate_prints_no_prompt_before_its_error(
     assert "has no eos token" in refused("generate", folder, "--prompt", "the latent")
 
 
-def test_a_prompt_of_bytes_that_are_no_utf_8_is_printed(place: Any, capfd: Any) -> None:
+def test_a_prompt_of_bytes_that_are_no_utf_8_is_printed(place, capfd):
     arguments = ["--prompt", "mean \udcff", "--max-new-tokens", "2", "--seed", "0"]
     assert main(["generate", str(place.trained()), *arguments]) == 0
     assert capfd.readouterr().out.startswith("mean \ufffd")
 
 
-def test_a_converted_model_and_its_controls(place: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_converted_model_and_its_controls(save_llama, tmp_path, capsys):
     """Each mixing reaches the model, and its results have a folder of their own."""
-    import transformers
-
     from latte.conversion import convert
     from latte.lab.evaluate.checkpoint import load_checkpoint
 
-    base, folder = tmp_path / "base", tmp_path / "converted"
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**sizes, intermediate_size=16, vocab_size=259)
-    transformers.LlamaForCausalLM(config).save_pretrained(base)
-    for file in place.trained().glob("tokenizer*"):
-        shutil.copy(file, base)
+    base, folder = save_llama(tmp_path / "base"), tmp_path / "converted"
     convert(base, folder, window=8, num_latents=4)
     assert load_checkpoint(folder)[0].config.mixing == "learned"
     text = tmp_path / "text.txt"

@@ -1,11 +1,6 @@
 """A command run again with other options replaces nothing that is there."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,16 +8,14 @@ from latte.cli import main
 
 
 @pytest.fixture
-def run(place: Any, tmp_path: Path) -> Path:
+def run(place, tmp_path):
     """A run folder to write into."""
     folder = tmp_path / "run"
     shutil.copytree(place.trained(), folder, ignore=shutil.ignore_patterns("checkpoint-*", ".lock"))
     return folder
 
 
-def test_a_state_replaces_no_file(
-    place: Any, run: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
+def test_a_state_replaces_no_file(place, run, tmp_path, refused):
     file = tmp_path / "precious.txt"
     file.write_text("mine")
     command = ["generate", str(run), "--prompt", "a", "--max-new-tokens", "0", "--save-state"]
@@ -38,9 +31,7 @@ def test_a_state_replaces_no_file(
     assert file.read_bytes() != state
 
 
-def test_an_evaluation_of_other_settings_has_another_folder(
-    run: Path, refused: Callable[..., str]
-) -> None:
+def test_an_evaluation_of_other_settings_has_another_folder(run, refused):
     for lengths in ("16", "32", "16"):
         assert main(["evaluate", str(run), "--lengths", lengths]) == 0
     tables = {
@@ -61,32 +52,7 @@ def test_an_evaluation_of_other_settings_has_another_folder(
     assert "weights is" in line
 
 
-def test_a_page_of_the_users_is_not_replaced(
-    run: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    (tmp_path / "index.html").write_text("mine")
-    line = refused("inspect", run, "--text", "abc", "--output", tmp_path)
-    assert f"{tmp_path / 'index.html'} exists" in line
-    assert (tmp_path / "index.html").read_text() == "mine"
-    for text in ("abc", "def"):
-        assert main(["inspect", str(run), "--text", text]) == 0
-    assert (run / "inspection-2" / "index.html").is_file()
-
-
-def test_a_benchmark_of_other_settings_is_refused(
-    tmp_path: Path, refused: Callable[..., str], capsys: Any
-) -> None:
-    options = ["benchmark", "--ops", "latte", "--models", "none", "--no-memory", "--budget", "1e-3"]
-    options += ["--modes", "forward", "--output", str(tmp_path), "--lengths"]
-    assert main([*options, "16"]) == 0
-    before = (tmp_path / "benchmark.csv").read_bytes()
-    assert "lengths is [16] there and [8] here" in refused(*options, "8")
-    assert (tmp_path / "benchmark.csv").read_bytes() == before
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"benchmark.csv", "benchmark.settings.json"}
-
-
-def test_a_comparison_of_other_settings_has_files_of_its_own(place: Any, tmp_path: Path) -> None:
+def test_a_comparison_of_other_settings_has_files_of_its_own(place, tmp_path):
     arguments = ["compare", str(place.recipe()), f"output_dir={tmp_path / 'both'}", "--quiet"]
     for presets in ("swa++", "latte++", "swa++"):
         assert main([*arguments, "--presets", presets, "--lengths", "16"]) == 0

@@ -1,11 +1,7 @@
 """What a command prints, where the output's encoding has not every character."""
 
-from __future__ import annotations
-
 import io
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +13,7 @@ COMMANDS = {
 }
 
 
-def printed(arguments: list[str], encoding: str, patch: pytest.MonkeyPatch) -> bytes:
+def printed(arguments, encoding, patch):
     written = io.BytesIO()
     patch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
     assert main(arguments) == 0
@@ -26,9 +22,7 @@ def printed(arguments: list[str], encoding: str, patch: pytest.MonkeyPatch) -> b
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_unknown_characters_are_replaced(
-    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_unknown_characters_are_replaced(place, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LATTE_CACHE", str(place.folder / "cache"))
     arguments = [command, str(place.trained()), *COMMANDS[command]]

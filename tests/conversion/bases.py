@@ -15,16 +15,10 @@ from latte.conversion.modeling import FAMILIES
 NAMES = tuple(FAMILIES)
 WINDOW = 5
 SHAPE = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-}
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 # What makes a family itself, at values where it shows.
 OWN = {
     "gemma": {"head_dim": 16},

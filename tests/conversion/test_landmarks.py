@@ -1,7 +1,5 @@
 """Landmarks: the closed form against rotations one by one, and what they give every family."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -18,7 +16,6 @@ from latte.conversion.landmarks import (
     set_landmarks,
     turned,
 )
-from latte.lab.data.tokenizers import byte_tokenizer
 from latte.layers.latents import window_share
 from tests.conversion.bases import NAMES, WINDOW, base, converted, tokens
 
@@ -146,10 +143,7 @@ def test_sixteen_latents_a_head_unless_said(folder):
     ("given", "said"),
     [
         ({"initial": "best"}, "initial: expected one of auto, landmarks, random, got 'best'"),
-        (
-            {"initial": "landmarks", "latent_input": "conv"},
-            "initial=landmarks needs latent_input=none, got conv",
-        ),
+        ({"initial": "landmarks", "latent_input": "conv"}, "initial=landmarks needs latent_input="),
         ({"initial": "landmarks"}, "has no tokenizer"),
         ({"calibration": []}, "calibration: expected some tokens, got none"),
     ],
@@ -184,21 +178,3 @@ def test_calibration_rows_are_of_one_length_and_begin_as_documents():
     assert len(calibration_rows(Words(), None)) == 8
     with pytest.raises(LatteError, match="calibration: expected some text, got none"):
         calibration_rows(Words(), "")
-
-
-def test_a_text_longer_than_the_base_reads_is_no_warning(monkeypatch):
-    from transformers import tokenization_utils_base
-    from transformers.utils import logging
-
-    said, before = [], logging.get_verbosity()
-    monkeypatch.setattr(
-        tokenization_utils_base.logger, "_log", lambda *args, **_: said.append(args)
-    )
-    tokenizer = byte_tokenizer()
-    tokenizer.model_max_length = 8
-    logging.set_verbosity_warning()
-    try:
-        assert len(calibration_rows(tokenizer, "a text " * 400)) == 2
-        assert not said and logging.get_verbosity() == logging.WARNING  # warnings are on again
-    finally:
-        logging.set_verbosity(before)

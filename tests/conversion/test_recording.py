@@ -1,7 +1,5 @@
 """Layers fitted one by one from recorded inputs: the same errors as the teacher's, and less."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

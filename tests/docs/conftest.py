@@ -1,13 +1,10 @@
 """The documents, and what is read out of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -21,29 +18,29 @@ class Document:
     name: str
 
     @property
-    def path(self) -> Path:
+    def path(self):
         return ROOT / self.name
 
     @property
-    def text(self) -> str:
+    def text(self):
         return self.path.read_text(encoding="utf-8")
 
     @property
-    def prose(self) -> str:
+    def prose(self):
         """The text without fenced blocks."""
         return re.sub(r"^```.*?^```", "", self.text, flags=re.S | re.M)
 
-    def blocks(self, language: str) -> list[tuple[int, str]]:
+    def blocks(self, language):
         """(line of the first line, text) of each fenced block of a language."""
         found = re.finditer(rf"^```{language}\n(.*?)^```", self.text, re.S | re.M)
         return [(self.text[: m.start()].count("\n") + 2, m.group(1)) for m in found]
 
-    def commands(self) -> list[list[str]]:
+    def commands(self):
         """The shell commands of its bash blocks, split into words."""
         lines = "\n".join(block for _, block in self.blocks("bash")).replace("\\\n", " ")
         return [shlex.split(line) for line in lines.splitlines() if line.strip()]
 
-    def tables(self) -> list[list[dict[str, str]]]:
+    def tables(self):
         """Its tables, as lists of rows by column name."""
         tables = []
         for match in re.finditer(r"(?:^\|.*\|\n)+", self.prose, re.M):
@@ -59,13 +56,13 @@ NAMES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
 NAMES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     if "document" in metafunc.fixturenames:
         metafunc.parametrize("document", [Document(name) for name in NAMES], ids=NAMES)
 
 
 @pytest.fixture
-def root() -> Path:
+def root():
     return ROOT
 
 
@@ -73,7 +70,7 @@ def root() -> Path:
 def script_of():
     """script_of(path) -> a script of the documents, as a module."""
 
-    def load(path: str) -> ModuleType:
+    def load(path):
         spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

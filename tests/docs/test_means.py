@@ -1,7 +1,5 @@
 """The means on the results pages are those of the runs in the committed files."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 
@@ -22,7 +20,7 @@ def script(script_of):
 def presets_by_mean(script):
     """The presets whose groups of two runs or more have a mean, by the mean as a page shows it."""
     paths = [path for path in script.FIGURES.glob("*.csv") if path.name != "pairs.csv"]
-    found: dict[str, set[str]] = defaultdict(set)
+    found = defaultdict(set)
     for group in (x for path in paths for name in MEASURED for x in script.groups(path, name)):
         if len(group.values) > 1:
             mean = group.mean
@@ -31,7 +29,7 @@ def presets_by_mean(script):
     return found
 
 
-def preset_of(name: str) -> str:
+def preset_of(name):
     """A preset without the options that follow it after a comma."""
     return name.split(",")[0]
 
@@ -56,15 +54,3 @@ def test_every_mean_is_one_of_runs(name, read, presets_by_mean):
         named = {preset_of(x) for x in re.findall(r"`([^`]+)`", f"{label} {column}")} & presets
         found = presets_by_mean.get(mean, set())
         assert found & (named or found), f"{label} | {column}: {mean} is of no runs"
-
-
-def test_a_group_is_of_runs_that_differ_in_the_seed_alone(script, tmp_path, capsys, monkeypatch):
-    file = tmp_path / "runs.csv"
-    rows = ["a,64,1,2.0", "a,64,0,1.0", "a,256,0,5.0", "b,64,0,4.0", "b,64,,9.0"]
-    file.write_text("\n".join(["preset,length,seed,loss", *rows]))
-    first, longer, other = script.groups(file, "loss")
-    assert first.about == {"preset": "a", "length": "64"} and first.values == [1.0, 2.0]
-    assert longer.values == [5.0] and other.values == [4.0]
-    monkeypatch.setattr(script, "FIGURES", tmp_path)
-    script.main("runs.csv", "loss", "preset=a", "length=64")
-    assert capsys.readouterr().out == "preset=a length=64: 1.5000 ± 6.3531 (1.0000, 2.0000)\n"

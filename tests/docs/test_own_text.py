@@ -1,20 +1,15 @@
 """The five commands of the page "Your own text", run on a small text."""
 
-from __future__ import annotations
-
 import random
 import shlex
 
 from latte.cli import main
 
 SMALL = (
-    "model.overrides.hidden_size=32",
-    "model.overrides.num_hidden_layers=1",
-    "model.overrides.intermediate_size=64",
-    "data.block_length=64",
-    "training.max_tokens=512",
+    "model.overrides.hidden_size=32", "model.overrides.num_hidden_layers=1",
+    "model.overrides.intermediate_size=64", "data.block_length=64", "training.max_tokens=512",
     "training.batch_size=2",
-)
+)  # fmt: skip
 
 
 def five(document):

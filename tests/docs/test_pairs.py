@@ -1,7 +1,5 @@
 """The differences between models on the results pages are those of their runs."""
 
-from __future__ import annotations
-
 import csv
 import re
 
@@ -21,12 +19,9 @@ NAMES = {
     "`latte-r-swa++`, `window_probability` 0.9": "latte-r-swa++, window_probability=0.9",
 }
 PAST_PARTS = {
-    "at 1,024": "1024",
-    "0 to 63": "1024: 0 to 63",
-    "64 to 255": "1024: 64 to 255",
-    "256 to 1,023": "1024: 256 to 1023",
-    "at 4,096": "4096",
-}
+    "at 1,024": "1024", "0 to 63": "1024: 0 to 63", "64 to 255": "1024: 64 to 255",
+    "256 to 1,023": "1024: 256 to 1023", "at 4,096": "4096",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -42,16 +37,16 @@ def pairs(root):
     return {(row["table"], row["left"], row["right"], row["part"]): row for row in rows}
 
 
-def name_of(cell: str) -> str:
+def name_of(cell):
     return NAMES.get(cell, cell.strip("`"))
 
 
-def shown(row: dict[str, str], digits: int, sign: int = 1) -> str:
+def shown(row, digits, sign=1):
     difference, half = sign * float(row["difference"]), float(row["half_width"])
     return f"{difference:+.{digits}f} ± {half:.{digits}f}"
 
 
-def table_with(page, *columns: str) -> list[list[dict[str, str]]]:
+def table_with(page, *columns):
     """The tables of a page whose head has these columns."""
     return [each for each in page.tables() if set(columns) <= set(each[0])]
 

@@ -1,7 +1,5 @@
 """The users' pages are short, and written in the words of the field."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -38,13 +36,6 @@ def not_used(read):
 def test_the_words_are_those_of_the_field(name, read, not_used):
     found = not_used.findall(words_of(read(name).prose))
     assert found == []
-
-
-def test_a_wrong_word_would_be_found(not_used):
-    found = not_used.findall(
-        words_of("Rivals `rival` [x](rival.md).\n\nIts log-mass.\n\n    rival")
-    )
-    assert found == ["Rivals", "log-mass"]
 
 
 def test_readme_begins_with_the_method_and_a_first_call(read):

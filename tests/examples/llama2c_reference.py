@@ -159,13 +159,3 @@ class Llama2cTokenizer:
             else:
                 data += text[1:].encode() if place == 0 and text[0] == " " else text.encode()
         return data.decode("utf-8")
-
-
-def read_tokenizer(data: bytes) -> Llama2cTokenizer:
-    at, texts, scores = 4, [], []
-    while at < len(data):
-        score, size = struct.unpack_from("<fi", data, at)
-        texts.append(data[at + 8 : at + 8 + size].decode("utf-8"))
-        scores.append(score)
-        at += 8 + size
-    return Llama2cTokenizer(texts, scores)

@@ -67,13 +67,6 @@ def test_mistakes_are_one_line(folder, options, message, capsys):
     assert not file.exists()
 
 
-def test_a_base_that_ends_no_question_is_refused(folder, monkeypatch, capsys):
-    monkeypatch.setitem(base_chats.QUESTION, "max_new_tokens", 1)
-    file, code = write(folder, "--batch", "1")
-    assert code == 2 and not file.exists()
-    assert "expected questions of at most 128 tokens" in capsys.readouterr().err
-
-
 def test_a_base_without_a_template_and_a_file_that_exists_are_refused(folder, capsys):
     file, _ = write(folder, "--batch", "8")
     before = file.read_text()

@@ -1,23 +1,19 @@
 """The demo, from training to the report, on a few words."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from examples import demo as demo_module
 from examples.demo import compression_baselines, demo, main
 from latte.errors import LatteError
-from latte.lab.data.preparing import prepare_text
 
 DEMO_RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
 
-def small(words: dict[str, str], folder: Path) -> list[str]:
+def small(words, folder):
     """Overrides that shrink the demo's recipe to seconds."""
     return [
         *(f"data.{key}={value}" for key, value in words.items()),
@@ -31,9 +27,7 @@ def small(words: dict[str, str], folder: Path) -> list[str]:
     ]
 
 
-def test_the_demo_trains_reports_draws_and_samples(
-    words: dict[str, str], tmp_path: Path, capsys: Any
-) -> None:
+def test_the_demo_trains_reports_draws_and_samples(words, tmp_path, capsys):
     demo(str(DEMO_RECIPE), small(words, tmp_path / "demo"))
     out = capsys.readouterr().out
     for expected in ("`latte-r-swa++`", "`transformer++`", "gzip", "xz", "bits/byte at 512"):
@@ -60,18 +54,7 @@ def test_the_demo_trains_reports_draws_and_samples(
     assert weights.stat().st_mtime_ns == before
 
 
-def test_blocks_are_a_function_of_seed_and_index(make_recipe: Any) -> None:
-    recipe = make_recipe()
-    text = prepare_text(recipe.data, progress=False)
-    one, again = text.blocks(recipe.data, 50, 0), text.blocks(recipe.data, 50, 0)
-    other = text.blocks(recipe.data, 50, 1)
-    assert all(one[i]["input_ids"].equal(again[i]["input_ids"]) for i in (0, 7, 49))
-    assert any(not one[i]["input_ids"].equal(other[i]["input_ids"]) for i in range(5))
-
-
-def test_mistakes_and_interruptions_of_the_demo_are_one_line(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_and_interruptions_of_the_demo_are_one_line(capsys, monkeypatch):
     assert main(["--recipe", str(DEMO_RECIPE), "training.max_stepz=3"]) == 2
     assert "training.max_steps" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
@@ -79,7 +62,7 @@ def test_mistakes_and_interruptions_of_the_demo_are_one_line(
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and "--recpie" in error
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo_module, "demo", interrupted)
@@ -87,7 +70,7 @@ def test_mistakes_and_interruptions_of_the_demo_are_one_line(
     assert "goes on" in capsys.readouterr().err
 
 
-def test_compression_baselines() -> None:
+def test_compression_baselines():
     held_out = b"a line of text and another\n" * 50 + bytes(range(32, 127)) * 3
     found = compression_baselines(held_out, train=held_out * 2)
     size = len(gzip.compress(held_out, 9))

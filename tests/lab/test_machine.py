@@ -1,10 +1,7 @@
-"""Timing, memory, processes of their own, FLOPs and the description of the machine."""
-
-from __future__ import annotations
+"""Memory, processes of their own, FLOPs and the description of the machine."""
 
 import datetime
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -13,25 +10,11 @@ import latte
 from latte.errors import LatteError
 from latte.lab import machine
 from latte.lab.machine import WorkFailed, in_fresh_process
-from latte.models import LatteForCausalLM, preset_config
+
+# The processes of their own import this file: what takes long to import is imported below.
 
 
-def test_statistics() -> None:
-    times = machine.Times.of([0.003, 0.001, 0.002, 0.005, 0.004])
-    assert times == pytest.approx((3.0, 1.4, 4.6, 1.0, 5))
-
-
-def test_sides_take_turns() -> None:
-    calls: list[str] = []
-    sides = {name: lambda name=name: calls.append(name) for name in ("a", "b")}
-    times = machine.interleave(sides, budget=1e-9)
-    # One call to warm up, as it is over the budget; then one call in each of three rounds.
-    assert calls == ["a", "b"] * 4
-    assert [t.calls for t in times.values()] == [3, 3]
-
-
-def test_work_apart_returns_fails_and_dies_alone(capfd: Any) -> None:
-    assert in_fresh_process(int, "3") == 3
+def test_work_apart_returns_fails_and_dies_alone(capfd):
     with pytest.raises(WorkFailed, match="ValueError: invalid literal"):
         in_fresh_process(int, "three")
     with pytest.raises(WorkFailed, match="killed by SIGABRT"):
@@ -41,19 +24,11 @@ def test_work_apart_returns_fails_and_dies_alone(capfd: Any) -> None:
     assert not isinstance(found.value, WorkFailed)
 
 
-def _refuse() -> None:
+def _refuse():
     raise LatteError("expected presets, got none")
 
 
-def test_the_peak_of_memory_starts_anew() -> None:
-    big = bytearray(os.urandom(1)) * 200_000_000
-    high = machine.peak_memory_bytes()
-    del big
-    machine.reset_peak_memory()
-    assert high - machine.peak_memory_bytes() > 100_000_000
-
-
-def test_peak_memory_is_of_the_process_alone() -> None:
+def test_peak_memory_is_of_the_process_alone():
     ballast = bytearray(300_000_000)
     net = [in_fresh_process(_keep, n) for n in (1000, 50_000_000)]
     assert len(ballast) == 300_000_000
@@ -61,7 +36,7 @@ def test_peak_memory_is_of_the_process_alone() -> None:
     assert 49_000_000 < net[1] < 60_000_000
 
 
-def _keep(count: int) -> int:
+def _keep(count):
     """Bytes at the peak beyond what was there before."""
     before = machine.memory_bytes()
     machine.reset_peak_memory()
@@ -71,15 +46,10 @@ def _keep(count: int) -> int:
     return peak - before
 
 
-def test_gpu_names() -> None:
-    assert machine.gpu_peak_flops("NVIDIA H200") == 989e12
-    assert machine.gpu_peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert machine.gpu_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert machine.gpu_peak_flops("A card of the future") is None
-
-
-def test_flops_of_a_plain_transformer() -> None:
+def test_flops_of_a_plain_transformer():
     """6 per weight, and 2 * 2 * E * (keys seen) forward per layer, three times that in all."""
+    from latte.models import LatteForCausalLM, preset_config
+
     config = preset_config("transformer++", "tiny")
     model = LatteForCausalLM(config)
     matrices = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
@@ -91,8 +61,10 @@ def test_flops_of_a_plain_transformer() -> None:
     ("preset", "seen", "states"),
     [("swa++", 16, 0), ("latte++", 0, 64), ("latte-r-swa++", 16, 64), ("linear++", 0, 64)],
 )
-def test_flops_of_mixing(preset: str, seen: int, states: int) -> None:
+def test_flops_of_mixing(preset, seen, states):
     """Forward 2 * 2 * E per key of a window and 2 * 2 * D per state, of all layers."""
+    from latte.models import LatteForCausalLM, preset_config
+
     sizes = {"sliding_window": 16 if seen else None, "num_latents": states or None}
     config = preset_config(preset, "tiny", **sizes)
     model = LatteForCausalLM(config)
@@ -102,7 +74,7 @@ def test_flops_of_mixing(preset: str, seen: int, states: int) -> None:
     assert machine.flops_per_token(model, 256) == pytest.approx(weights + 3 * mixing)
 
 
-def test_a_model_that_says_nothing_is_counted_by_its_weights() -> None:
+def test_a_model_that_says_nothing_is_counted_by_its_weights():
     from transformers import MambaConfig, MambaForCausalLM
 
     config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
@@ -112,7 +84,7 @@ def test_a_model_that_says_nothing_is_counted_by_its_weights() -> None:
     assert machine.flops_per_token(model, 256) == 6 * matrices
 
 
-def test_a_machine_says_what_it_is() -> None:
+def test_a_machine_says_what_it_is():
     found = machine.describe()
     assert list(found) == ["device", "threads", "torch", "date"]
     assert found["device"] == "cpu" and found["torch"] == torch.__version__

@@ -1,11 +1,8 @@
 """Page faults of memory that malloc keeps, and memory that it gives back."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -47,7 +44,7 @@ else:
 """
 
 
-def twice(how: str, **environment: str) -> list[int]:
+def twice(how, **environment):
     """The faults of the first and the second time, in a process of its own."""
     given = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     del given["LATTE_KEEP_MEMORY"]
@@ -63,7 +60,7 @@ def twice(how: str, **environment: str) -> list[int]:
 
 @needs_glibc
 @pytest.mark.parametrize("how", ["call", "thread", "command"])
-def test_kept_memory_faults_once(how: str) -> None:
+def test_kept_memory_faults_once(how):
     first, second = twice(how)
     # 24,414 pages of 4 KiB; pages of other sizes are fewer, and the system may use huge ones.
     assert first > 20
@@ -71,23 +68,23 @@ def test_kept_memory_faults_once(how: str) -> None:
 
 
 @needs_glibc
-def test_the_environment_turns_it_off() -> None:
+def test_the_environment_turns_it_off():
     first, second = twice("call", LATTE_KEEP_MEMORY="0")
     assert second > first / 2
 
 
-def test_without_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_glibc_nothing_happens(monkeypatch):
     monkeypatch.delenv("LATTE_KEEP_MEMORY")
     monkeypatch.setattr(malloc, "_glibc", lambda: None)
     assert malloc.keep_memory() is False
     malloc.release_memory()
 
 
-def _kept_after_use() -> list[int]:
+def _kept_after_use():
     """Resident bytes that 200 MB leave when they are freed, and after the peak starts anew."""
     malloc.keep_memory()
     before = machine.memory_bytes()
-    piece: Any = bytearray(200_000_000)
+    piece = bytearray(200_000_000)
     del piece
     kept = machine.memory_bytes() - before
     machine.reset_peak_memory()
@@ -95,7 +92,7 @@ def _kept_after_use() -> list[int]:
 
 
 @needs_glibc
-def test_a_new_peak_does_not_count_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_peak_does_not_count_what_is_kept(monkeypatch):
     monkeypatch.delenv("LATTE_KEEP_MEMORY")
     kept, peak = machine.in_fresh_process(_kept_after_use)
     assert kept > 150_000_000 > 50_000_000 > peak

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -65,43 +64,6 @@ def test_a_terminal_gets_a_bar(often, capsys, monkeypatch):
 )
 def test_times(seconds, text):
     assert progress.minutes(seconds) == text
-
-
-def test_scoring_says_how_far_it_is(often, capsys):
-    """Its forward pass waits until a line was said."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from latte.lab.evaluate.lengths import evaluate_lengths
-
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                    num_attention_heads=1)
-    )  # fmt: skip
-    batch = {
-        "input_ids": torch.arange(7)[None],
-        "targets": torch.arange(1, 8)[None],
-        "target_bytes": torch.ones(1, 7),
-    }
-    text = SimpleNamespace(num_targets=7, batches=lambda length, rows: iter([batch]))
-    said, wanted = [], "base at 8: 0 of 7 tokens (0%) in "
-
-    def wait(*_):  # what is read while a line is written may be a part of it
-        until(lambda: said.append(capsys.readouterr().err) or wanted in "".join(said))
-
-    model.register_forward_pre_hook(wait)
-    evaluate_lengths(model, text, [8], label="base")
-    assert wanted in "".join(said)
-
-
-def test_a_command_that_speaks_by_itself_gets_no_lines(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "SECONDS", 0.05)
-    with progress.progress(10, "step") as state:
-        for _ in range(20):
-            time.sleep(0.005)
-            state.spoke()
-        assert capsys.readouterr().err == ""
-        until(lambda: "0 of 10 steps" in capsys.readouterr().err)
 
 
 def test_of_an_unknown_total_the_time_is_said(often, capsys):

@@ -1,8 +1,5 @@
 """An option of latents is declared once: everything that shows or takes it has it from there."""
 
-from __future__ import annotations
-
-import ast
 import inspect
 import json
 import re
@@ -29,11 +26,6 @@ from latte.models import LatteConfig
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "src/latte/layers/latent_fields.py"
-# Here an option could be written a second time. Layers have arguments of their own.
-ROOMS = ("cli", "conversion", "models", "rivals", "train")
-PLACES = [path for room in ROOMS for path in sorted((ROOT / "src/latte" / room).rglob("*.py"))]
-PLACES += [ROOT / "docs/tables.py"]
-BASELINES = ROOT / "src/latte/lab/baselines/config.py"  # models without latents and window
 DECLARED = {each.name: each for each in options_of(ConversionOptions)}
 DECLARED |= dict.fromkeys(("local_window", "sliding_window"), DECLARED["window"])
 
@@ -53,55 +45,8 @@ DEFAULTS = {
 }
 
 
-def plain(text: str) -> str:
+def plain(text):
     return " ".join(text.replace("`", "").lower().split())
-
-
-def written_again(source: str) -> list[str]:
-    """What a file says of options that only their declaration should: defaults and meanings."""
-    meanings = {plain(each.metadata["help"]): each.name for each in DECLARED.values()}
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            text = plain(node.value)
-            found += [f"meaning of {name}" for help, name in meanings.items() if help in text]
-        pairs = []
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            pairs = [(node.target.id, node.value)]
-        elif isinstance(node, ast.arguments):
-            last = node.args[len(node.args) - len(node.defaults) :]
-            pairs = [(arg.arg, value) for arg, value in zip(last, node.defaults, strict=True)]
-            keywords = zip(node.kwonlyargs, node.kw_defaults, strict=True)
-            pairs += [(arg.arg, value) for arg, value in keywords]
-        for name, value in pairs:
-            if name in DECLARED and value is not None and not isinstance(value, ast.Call):
-                found.append(f"default of {name}")
-    return found
-
-
-@pytest.mark.parametrize("path", [p for p in PLACES if p != BASELINES], ids=lambda p: p.stem)
-def test_no_other_file_has_a_default_or_a_meaning(path):
-    # `apply_latents` has them for further layers, and for other windows than the file's.
-    used_alone = {"default of keep_layers", "default of kept_window", "default of window"}
-    allowed = used_alone if path.stem == "trained" else set()
-    assert set(written_again(path.read_text(encoding="utf-8"))) <= allowed
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("class Section:\n    num_sinks: int = 4", "default of num_sinks"),
-        ("def convert(*, half_life_range=(4.0, 512.0)): ...", "default of half_life_range"),
-        ("def convert(base, window: int = 128): ...", "default of window"),
-        ("HELP = 'Number of first tokens that stay visible to '\\\n'the window.'",
-         "meaning of num_sinks"),
-        ('def convert():\n    """Args:\n        half_life_range: Shortest and longest initial'
-         ' half-life of latents\n            that forget, in tokens."""',
-         "meaning of half_life_range"),
-    ],
-)  # fmt: skip
-def test_a_second_place_is_found(source, found):
-    assert written_again(source) == [found]
 
 
 def test_each_is_declared_once():
@@ -217,14 +162,6 @@ def test_a_file_from_before_an_option_loads_with_the_default(kind, tmp_path):
     assert loaded.num_hidden_layers == 3
     for each in options_of(kind):
         assert getattr(loaded, each.name) == each.default
-
-
-def test_values_for_the_configuration_have_its_names():
-    section = ConversionSection(window=5, keep_layers=[3, 1, 3], half_life_range=[2.0, 9.0])
-    values = section.fields()
-    assert values.keys() - {"keep_layers"} <= {each.name for each in options_of(MacchiatoFields)}
-    assert (values["local_window"], values["keep_layers"]) == (5, (1, 3))
-    assert values["half_life_range"] == (2.0, 9.0)
 
 
 def test_an_unknown_option_is_named():

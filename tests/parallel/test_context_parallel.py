@@ -1,13 +1,10 @@
 """Parts of a sequence on several processes against the whole on one; see `processes.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,17 +17,14 @@ from latte.models.registry import find_model
 from latte.parallel import context_parallel, shard_batch
 
 HERE = Path(__file__).parent
-TINY: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
+TINY = {
+    "vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16,
     "num_hidden_layers": 1,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def found(tmp_path_factory):
     """What each case found, by the number of processes."""
     out = tmp_path_factory.mktemp("processes")
     done = subprocess.run(
@@ -45,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_parts_are_the_whole(found: Any, world: int) -> None:
+def test_parts_are_the_whole(found, world):
     """Losses, logits and gradients, of the largest: to 1e-10 in fp64."""
     special = {"ten_steps", "data_parallel", "exchanged", "mistakes"}
     cases = {name: max(x) for name, x in found[world].items() if name not in special}
@@ -57,18 +51,18 @@ def test_parts_are_the_whole(found: Any, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_training_is_reproducible_and_that_of_one_process(found: Any, world: int) -> None:
+def test_training_is_reproducible_and_that_of_one_process(found, world):
     again, same, alone = found[world]["ten_steps"]
     assert again == 0.0 and same == 0.0  # a second run, and the other processes
     assert alone <= 1e-10
 
 
-def test_gradients_are_the_mean_over_groups(found: Any) -> None:
+def test_gradients_are_the_mean_over_groups(found):
     """DDP and FSDP2, over the other dimension of a 2 x 2 mesh and over all four processes."""
     assert max(found[4]["data_parallel"]) <= 1e-10
 
 
-def test_bytes_do_not_depend_on_the_length(found: Any) -> None:
+def test_bytes_do_not_depend_on_the_length(found):
     short, long = found[3]["exchanged"][:2], found[3]["exchanged"][2:]
     assert short == long
     # Two layers, a batch of 2, fp32. Latte: 2 heads x 4 latents x (1 + 8) numbers; with the
@@ -85,10 +79,7 @@ def test_bytes_do_not_depend_on_the_length(found: Any) -> None:
         ("use_cache", "use_cache goes with whole sequences alone"),
         ("tuple", "expected return_dict=True, got a tuple"),
         ("attentions", "output_attentions goes with whole sequences alone"),
-        (
-            "rows",
-            "expected parts of the same rows, of at least one token, on every process, got 1 x 1",
-        ),
+        ("rows", "expected parts of the same rows, of at least one token, on every process, got 1"),
         ("none", "of at least one token, on every process, got 2 x 0; 2 x 5"),
         ("tokens", "2 processes cannot share 1 tokens; expected at least one token each"),
         ("unknown", "cannot tell whether token_type_ids (2, 23) is to be cut"),
@@ -97,7 +88,7 @@ def test_bytes_do_not_depend_on_the_length(found: Any) -> None:
         ("nested", "is in such a context already"),
     ],
 )
-def test_mistakes_are_one_line_on_every_process(found: Any, name: str, message: str) -> None:
+def test_mistakes_are_one_line_on_every_process(found, name, message):
     assert message in found[2]["mistakes"][name] and "\n" not in found[2]["mistakes"][name]
 
 
@@ -105,23 +96,23 @@ def test_mistakes_are_one_line_on_every_process(found: Any, name: str, message: 
 
 
 @pytest.fixture
-def alone() -> Any:
+def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def tiny(preset: str, **fields: Any) -> LatteForCausalLM:
+def tiny(preset, **fields):
     return LatteForCausalLM(preset_config(preset, "tiny", **TINY, **fields))
 
 
-def test_without_a_process_group() -> None:
+def test_without_a_process_group():
     for act in (lambda: shard_batch({}), lambda: context_parallel(tiny("swa++")).__enter__()):
         with pytest.raises(ValueError, match="needs a process group: start the program with torch"):
             act()
 
 
-def refused() -> dict[str, Any]:
+def refused():
     """Models that cannot be cut, by what is said of them."""
     compiled = tiny("swa++")
     compiled.model.layers[0].compile()
@@ -152,18 +143,18 @@ def refused() -> dict[str, Any]:
     }
 
 
-def test_models_that_cannot_be_cut_are_refused(alone: Any) -> None:
+def test_models_that_cannot_be_cut_are_refused(alone):
     for message, model in refused().items():
         with pytest.raises(ValueError, match=message) as error, context_parallel(model):
             pass
         assert "\n" not in str(error.value)
 
 
-def test_a_mixer_of_ones_own_is_not_cut_unless_it_says_so() -> None:
+def test_a_mixer_of_ones_own_is_not_cut_unless_it_says_so():
     from latte.layers import LatteAttention
 
     class Own(LatteAttention):
-        def _attend(self, projected: Any, piece: Any) -> Any:
+        def _attend(self, projected, piece):
             return super()._attend(projected, piece)
 
     class Renamed(LatteAttention):
@@ -172,7 +163,7 @@ def test_a_mixer_of_ones_own_is_not_cut_unless_it_says_so() -> None:
     assert LatteAttention.splits and Renamed.splits and not Own.splits
 
 
-def test_one_process_holds_the_whole(alone: Any) -> None:
+def test_one_process_holds_the_whole(alone):
     model = tiny("latte-r-swa++").double()
     ids = torch.randint(40, (2, 9))
     expected = model(input_ids=ids, labels=ids)
@@ -183,11 +174,11 @@ def test_one_process_holds_the_whole(alone: Any) -> None:
     torch.testing.assert_close(out.logits, expected.logits, rtol=1e-12, atol=1e-14)
 
 
-def test_transformers_own_context_parallelism_is_refused_by_all_models() -> None:
+def test_transformers_own_context_parallelism_is_refused_by_all_models():
     """It would cut rows and start every state anew."""
     from latte.conversion.modeling import FAMILIES
 
-    kinds: list[Any] = [LatteForCausalLM, LatteForSequenceClassification]
+    kinds = [LatteForCausalLM, LatteForSequenceClassification]
     kinds += [kind for family in FAMILIES.values() for kind in family]
     assert not any(kind._supports_context_parallel for kind in kinds)
     for name in ("mega", "h3", "s5", "griffin", "mamba"):

@@ -1,7 +1,5 @@
 """Laws of serving, for every model of ``modeldb.py``: kept states, and rows that share steps."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

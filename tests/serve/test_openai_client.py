@@ -61,9 +61,8 @@ def bytes_client(tmp_path_factory):
     lines = (b"Kabc", b":a", "M😀!".encode())
     script = {a: b for line in lines for a, b in zip(line, line[1:], strict=False)}
     script |= {ord("c"): END, ord("!"): END}
-    client = scripted(tmp_path_factory.mktemp("bytes"), byte_tokenizer(), script)
-    yield client
-    client.close()
+    with scripted(tmp_path_factory.mktemp("bytes"), byte_tokenizer(), script) as client:
+        yield client
 
 
 def bpe():
@@ -87,9 +86,8 @@ def bpe_client(tmp_path_factory):
     said = tokenizer.encode("K") + tokenizer.encode("hi<|im_end|>XY<|endoftext|>")
     script = dict(zip(said, said[1:], strict=False))
     script[tokenizer.encode("\n")[0]] = said[1]
-    client = scripted(tmp_path_factory.mktemp("bpe"), tokenizer, script)
-    yield client
-    client.close()
+    with scripted(tmp_path_factory.mktemp("bpe"), tokenizer, script) as client:
+        yield client
 
 
 @pytest.fixture
@@ -413,6 +411,8 @@ REFUSED = [
     ("chat/completions", {"functions": [{"name": "f"}]}, "functions"),
     ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
     ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format"),
+    ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("chat/completions", {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
     ("chat/completions", {"reasoning_effort": "high"}, "reasoning_effort"),
     ("chat/completions", {"modalities": ["text", "audio"]}, "modalities"),
     ("chat/completions", {"echo": True}, "echo"),
@@ -423,6 +423,41 @@ REFUSED = [
     ("responses", {"truncation": "auto"}, "truncation"),
     ("responses", {"input": [{"type": ["x"]}]}, "input"),
 ]  # fmt: skip
+# What the line says of values that are wrong.
+WRONG = [
+    ("completions", {"temperature": -1}, "temperature: expected 0"),
+    ("completions", {"temperature": "hot"}, "temperature: expected 0"),
+    ("completions", {"stop": 5}, "stop: expected a string or a list"),
+    ("completions", {"stop": [""]}, "stop: expected a string or a list"),
+    ("completions", {"prompt": "half \ud800"}, "prompt: expected a string of valid Unicode"),
+    ("completions", {"max_tokens": True}, "max_tokens: expected a whole number from 0"),
+    ("completions", {"logprobs": 30}, "logprobs: expected a whole number from 0 to 20"),
+    ("completions", {"seed": 1.5}, "seed: expected a whole number"),
+    ("completions", {"prmpt": "x"}, "prmpt"),
+    ("completions", {"generation_config": "{"}, "generation_config: expected a JSON object"),
+    ("completions", {"generation_config": '{"num_beams": 4}'}, "got num_beams"),
+    ("chat/completions", {"messages": "hi"}, "messages: expected a list of objects"),
+    ("chat/completions", {"messages": None}, "messages: expected a list of objects, got none"),
+    ("chat/completions", {"messages": []}, "at least one message"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
+    ("chat/completions", {"messages": [{"role": 1, "content": ""}]}, "messages[0].role"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "reads text alone",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "half \ud800"}]},
+        "messages[0].content: expected a string",
+    ),
+    ("chat/completions", {"logprobs": 1}, "logprobs: expected true or false"),
+    ("chat/completions", {"logit_bias": [1]}, "logit_bias: expected an object"),
+    ("chat/completions", {"logit_bias": {"9999": 1}}, "logit_bias: expected token ids below"),
+    ("responses", {"input": 3}, "input: expected a string"),
+    ("responses", {"input": [{"type": "what"}]}, "input[0]"),
+    ("responses", {"previous_response_id": "x"}, "previous_response_id"),
+]
 GOOD = {
     "completions": {"prompt": "K", "max_tokens": 1},
     "chat/completions": {"messages": [{"role": "user", "content": "K"}], "max_tokens": 1},
@@ -438,6 +473,19 @@ def test_what_is_not_served_is_refused(bytes_client, endpoint, fields, param):
     assert error.keys() == {"message", "type", "param", "code"}
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert error["message"].startswith(param) and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_is_said_in_one_line(bytes_client, stream):
+    for endpoint, fields, said in WRONG:
+        asked = {**GOOD[endpoint], "stream": stream, **fields}
+        status, answer = bytes_client.post(endpoint, asked)
+        error = answer["error"]
+        assert (status, error["type"]) == (400, "invalid_request_error"), fields
+        assert said in error["message"] and "\n" not in error["message"]
+    with pytest.raises(openai.NotFoundError, match="requested 'other'") as error:
+        bytes_client.api.completions.create(model="other", prompt="once", stream=stream)
+    assert error.value.code == "model_not_found"
 
 
 def nested(depth):

@@ -14,17 +14,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from latte.errors import LatteError
-from latte.models import LatteCache, LatteForCausalLM, load_state, preset_config
+from latte.models import LatteForCausalLM, load_state, preset_config
 from latte.models.state_file import read_state
-from latte.serve import engine as loop
 from latte.serve import state_folder
 from latte.serve.counters import Counters
 from latte.serve.engine import Ahead, Engine, Request
-from latte.serve.prefix_cache import StateStore, pieces_of
+from latte.serve.prefix_cache import StateStore
 from latte.serve.reading import Reader
 from latte.serve.requests import BadRequest
 from latte.serve.state_folder import StateFolder
 from tests.conversion.bases import converted
+from tests.serve.test_laws import read
 
 PIECE = 16
 
@@ -42,13 +42,6 @@ def text(length, seed=0):
     return np.random.default_rng(seed).integers(0, 256, length).astype(np.int32)
 
 
-def read(reader, ids, marks=()):
-    reading = reader.begin(ids, marks)
-    while reading.left:
-        reading.read()
-    return reading
-
-
 @torch.no_grad()
 def logits(model, cache, token=7):
     return model(torch.tensor([[token]]), past_key_values=cache).logits
@@ -63,25 +56,6 @@ def continued(model, cache, tokens=20):
 
 
 # ---- names
-
-
-def test_a_name_says_which_tokens_were_read_and_how():
-    ids = text(50)
-
-    def names(ids, marks=(), root=b""):
-        return [(piece.end, piece.name) for piece in pieces_of(ids, root, PIECE, marks)]
-
-    assert [end for end, _ in names(ids, (20,))] == [16, 20, 32, 48, 50]
-    longer = np.concatenate([ids, text(30, 1)])
-    assert names(longer, (20,))[:4] == names(ids, (20,))[:4]
-    other = ids.copy()
-    other[17] += 1
-    assert names(other, (20,))[0] == names(ids, (20,))[0]
-    assert not set(names(other, (20,))[1:]) & set(names(ids, (20,)))
-    # Cut otherwise, the state has other bits.
-    assert names(ids, (20,))[2:] != names(ids)[1:]
-    assert not set(names(ids, root=b"another model")) & set(names(ids))
-    assert names(ids[:0]) == []
 
 
 def test_the_tokens_of_a_state_are_compared_one_by_one():
@@ -285,25 +259,6 @@ def alone(model, ids, tokens):
 LONG = 300  # tokens of an answer that is running while another request fails
 
 
-def test_a_request_that_cannot_join_ends_no_other(engine, monkeypatch):
-    running = Asked(engine, text(20), LONG)
-    assert running.began.wait(60)
-    join, failed = loop.joined, threading.Event()
-
-    def fails_once(config, caches):
-        if failed.is_set():
-            return join(config, caches)
-        failed.set()
-        raise Broken
-
-    monkeypatch.setattr(loop, "joined", fails_once)
-    with pytest.raises(Broken):
-        Asked(engine, text(20, seed=1)).answer()
-    model = engine.reader.model
-    assert Asked(engine, text(20, seed=2)).answer() == alone(model, text(20, seed=2), 3)
-    assert running.answer() == alone(model, text(20), LONG)
-
-
 def test_a_token_that_the_model_does_not_have_ends_no_other(engine):
     running = Asked(engine, text(20), LONG)
     assert running.began.wait(60)
@@ -459,16 +414,6 @@ def test_the_folder_is_bounded(tmp_path):
     assert [reader.begin(text(16, seed)).reused for seed in (0, 3, 4, 5)] == [0, 0, 16, 16]
 
 
-def test_a_state_larger_than_the_room_removes_no_other(tmp_path):
-    model = build("transformer++")
-    folder = StateFolder(tmp_path, model, 8000)
-    reader = Reader(model, PIECE, StateStore(10**7, folder))
-    read(reader, text(8))
-    read(reader, text(200, seed=1))
-    folder.close()
-    assert len(folder) == len(list(tmp_path.rglob("*.safetensors"))) == 1
-
-
 def test_a_state_that_cannot_be_written_stops_no_other(tmp_path, monkeypatch):
     model = build()
     folder = StateFolder(tmp_path, model, 10**8)
@@ -547,16 +492,11 @@ def test_killed_while_states_are_written_no_broken_file_is_read(tmp_path):
     assert torch.equal(logits(model, reading.cache), logits(model, anew.cache))
 
 
-def test_a_cache_holds_what_was_kept(tmp_path):
-    """A state is of the model's own kind: it can be saved, and goes on in `generate`."""
-    model, store = build(), StateStore(10**7)
-    read(Reader(model, PIECE, store), text(40))
-    cache = read(Reader(model, PIECE, store), text(40)).cache
-    assert isinstance(cache, LatteCache) and cache.get_seq_length() == 40
-    prompt = torch.from_numpy(np.append(text(40), 7)[None].astype(np.int64))
-    ones = torch.ones_like(prompt)
-    said = model.generate(
-        prompt, attention_mask=ones, past_key_values=cache, max_new_tokens=9, do_sample=False
-    )
-    anew = model.generate(prompt, attention_mask=ones, max_new_tokens=9, do_sample=False)
-    assert torch.equal(said, anew)
+def test_a_state_larger_than_the_room_removes_no_other(tmp_path):
+    model = build("transformer++")
+    folder = StateFolder(tmp_path, model, 8000)
+    reader = Reader(model, PIECE, StateStore(10**7, folder))
+    read(reader, text(8))
+    read(reader, text(200, seed=1))
+    folder.close()
+    assert len(folder) == len(list(tmp_path.rglob("*.safetensors"))) == 1

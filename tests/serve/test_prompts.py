@@ -1,17 +1,13 @@
 """Chats as tokens: those of the tokenizer itself, marked where other requests branch."""
 
-import concurrent.futures
 import random
-import threading
-import types
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from latte.lab.data.tokenizers import byte_tokenizer
-from latte.serve.prompts import LARGE, LONG, Prompts, Splits
-from latte.serve.requests import BadRequest
+from latte.serve.prompts import LONG, Prompts
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -82,30 +78,6 @@ def test_the_tokens_are_the_tokenizers_own(bpe, template):
         for _ in range(2):  # the second time from what is remembered
             assert ids_of(prompts.apply_chat_template(messages)) == own["input_ids"]
     assert prompts._splits._known
-
-
-def test_a_long_text_is_split_once(bpe):
-    splits = Splits(bpe(CHATML))
-    long = "<|im_start|>user\n" + "the captain said " * (LONG // 10)
-    first, _ = splits.encode(long + "<|im_end|>\n")
-    split = []
-    own = splits._encoding
-    splits._encoding = lambda part: split.append(part) or own(part)
-    again, before = splits.encode(long + "<|im_end|>\n<|im_start|>")
-    assert split == ["<|im_end|>\n", "<|im_start|>"]
-    assert again[:-1].tolist() == first.tolist()
-    assert before(len(long)) == len(first) - 2
-    assert before(17) == splits.encode(long)[1](17)  # within what is remembered
-
-
-def test_a_text_whose_parts_have_other_tokens_is_not_cut(bpe):
-    splits = Splits(bpe(CHATML))
-    splits.check("<|im_start|>user<|im_end|>")
-    assert splits._pattern is not None
-    splits._encoding = lambda part: types.SimpleNamespace(ids=[len(part)])
-    splits.check("<|im_start|>user<|im_end|>")
-    assert splits._pattern is None
-    assert splits.encode("<|im_start|>user<|im_end|>")[0].tolist() == [26]
 
 
 @pytest.mark.parametrize("template", [CHATML, THINKS, STRICT, None])
@@ -201,35 +173,6 @@ def test_the_work_is_in_proportion_to_the_chat(bpe, monkeypatch):
     rendered.clear()
     prompts.apply_chat_template(many)
     assert sum(rendered) <= 25 * len(many)
-
-
-def test_long_texts_are_split_one_by_one_and_short_ones_pass_them(bpe, monkeypatch):
-    prompts = Prompts(bpe(CHATML))
-    long, splits, go_on = "the captain said " * (LARGE // 10), threading.Event(), threading.Event()
-    encoding = prompts._splits._encoding
-
-    def slow(part):
-        if len(part) > LARGE:
-            splits.set()
-            assert go_on.wait(60)
-        return encoding(part)
-
-    monkeypatch.setattr(prompts._splits, "_encoding", slow)
-    chat = [{"role": "user", "content": long}]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        try:
-            first = pool.submit(prompts.apply_chat_template, chat)
-            assert splits.wait(60)
-            second = pool.submit(prompts.ids, long)
-            assert ids_of(prompts.apply_chat_template([{"role": "user", "content": "the"}]))
-            assert len(prompts.ids("the captain"))
-            assert not (first.done() or second.done())
-            prompts.end()
-        finally:
-            go_on.set()
-        assert ids_of(first.result(60))
-        with pytest.raises(BadRequest, match="the server ends"):
-            second.result(60)
 
 
 def test_the_start_token_comes_by_itself_where_there_is_no_template(bpe):

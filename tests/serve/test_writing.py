@@ -68,15 +68,6 @@ def test_the_text_is_the_tokenizers_own(kind):
         assert max(map(len, texts)) <= 3
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_part_of_a_character_is_named_by_its_bytes(kind):
-    tokenizer = TOKENIZERS[kind]()
-    words = Words(tokenizer)
-    ids = tokenizer.encode("a€", add_special_tokens=False)[-3:]
-    assert [words.name(token) for token in ids] == [r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac"]
-    assert b"".join(words.bytes(token) for token in ids) == "€".encode()
-
-
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_tokens_that_are_no_text(kind):
     tokenizer, rng = TOKENIZERS[kind](), random.Random(1)

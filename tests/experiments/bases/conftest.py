@@ -1,15 +1,9 @@
 """A small random base of bytes, what it was converted to, and texts."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from latte.conversion import convert
 from latte.lab.data import byte_tokenizer
@@ -21,23 +15,18 @@ CHAT = (
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def folders(save_llama, tmp_path_factory):
     """`base` in Hugging Face's format and `converted`, with window 8, two sinks, delayed latents;
     `texts`: five of some 300 tokens, one of 40.
     """
     where = tmp_path_factory.mktemp("bases")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 260}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=257, eos_token_id=256)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # far from uniform, so that mistakes show
-            parameter.mul_(4)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    sizes |= {"num_key_value_heads": 1, "bos_token_id": 257, "eos_token_id": 256}
+    save_llama(where / "base", 4, **sizes)  # far from uniform, so that mistakes show
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT
-    model.save_pretrained(where / "base")
     tokenizer.save_pretrained(where / "base")
-    shape: dict[str, Any] = {"window": 8, "num_latents": 8, "num_sinks": 2, "delay_latents": True}
+    shape = {"window": 8, "num_latents": 8, "num_sinks": 2, "delay_latents": True}
     convert(where / "base", where / "converted", latent_input="none", **shape)
     choose = random.Random(0)
     words = ["ship", "the", "of", "sea", "captain", "a", "night", "letter", "and", "lamp"]
@@ -50,11 +39,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def measure(folders: dict[str, str], tmp_path: Path) -> Any:
+def measure(folders, tmp_path):
     """measure(command, *options) -> the folder of the results of base, converted and window."""
     from experiments.bases.run import main
 
-    def run(command: str, *options: str, models: list[str] | None = None, code: int = 0) -> Path:
+    def run(command, *options, models=None, code=0):
         chosen = models or [
             f"base={folders['base']}",
             f"converted={folders['converted']}",

@@ -1,7 +1,5 @@
 """Greedy texts side by side, and what counts as repetition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -57,7 +55,7 @@ def test_any_text_comes_back_from_the_file(tmp_path):
     assert [row["answer"] for row in results.latest()] == ["new", *texts[1:]]
 
 
-def test_texts_of_several_models(folders, measure, tmp_path, monkeypatch):
+def test_texts_of_several_models(folders, measure, tmp_path):
     (tmp_path / "prompts.txt").write_text("Hello?\n\nWho are you?\n")
     given = ("--text", f"tales={folders['texts']}", "--prompts", str(tmp_path / "prompts.txt"))
     given = (*given, "--continuations", "2", "--prompt-tokens", "40", "--max-tokens", "30")
@@ -70,8 +68,3 @@ def test_texts_of_several_models(folders, measure, tmp_path, monkeypatch):
     text = (folder / "answers.md").read_text()
     assert "### 2. Who are you?" in text and "**converted:**" in text and "Goes on from" in text
     assert "| the text itself |" in text and "answers ended" in text
-    before = (folder / "answers.csv").read_text()
-    monkeypatch.setattr(answers, "answer_prompts", None)  # nothing is asked again
-    monkeypatch.setattr(answers, "continue_texts", None)
-    measure("answers", *given)
-    assert (folder / "answers.csv").read_text() == before

@@ -1,7 +1,5 @@
 """KL to a reference by position: of the base itself, of a window, and beside a sum by hand."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

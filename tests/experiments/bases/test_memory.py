@@ -1,7 +1,5 @@
 """The bytes of a converted model's state, and the control that has as many."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Perplexity by position and by context: what is scored, resuming, and the tables."""
 
-from __future__ import annotations
-
 from math import exp
 
 import numpy as np
@@ -9,8 +7,7 @@ import pytest
 import torch
 
 from experiments.bases import paired, positions
-from experiments.bases.positions import Plan
-from experiments.bases.reading import corpus, first_ids
+from experiments.bases.reading import corpus
 from experiments.bases.results import read_rows
 from latte.lab.compare.intervals import mean_of
 from latte.lab.data import byte_tokenizer
@@ -147,36 +144,6 @@ def test_share_won_back():
     assert share.value == pytest.approx(whole)
     assert share.half_width == pytest.approx(expected.half_width)
     assert paired.difference({"a": 2.0, "x": 9.0}, base).value == 1.0
-
-
-def test_the_longest_context_is_the_row_read_on():
-    plan = Plan((4, 8), (2, 8), scored=3)
-    parts = plan.rows(100, None)
-    assert [(part.kind, part.begin, part.edges) for part in parts] == [
-        ("both", 0, (4, 8, 11)),
-        ("context", 6, (2, 5)),
-    ]
-    assert [list(key.values()) for key in parts[0].keys()] == [
-        ["position", 0, 4, ""],
-        ["position", 4, 8, ""],
-        ["context", 8, 11, 8],
-    ]
-    assert [part.kind for part in plan.rows(10, None)] == ["position"], "too short for contexts"
-    assert [part.kind for part in Plan((4,), (2, 8), scored=3).rows(20, None)] == [
-        *("position", "context", "context")
-    ]
-
-
-def test_long_texts_are_not_encoded_whole():
-    seen = []
-
-    def encode(texts):
-        seen.append(len(texts[0]))
-        return [np.frombuffer(texts[0].encode(), np.uint8)[::16]]  # 16 characters a token
-
-    text = "abcdefgh" * 1000
-    assert first_ids(encode, text, 40).tolist() == list(text.encode()[: 40 * 16 : 16])
-    assert max(seen) < len(text) and len(seen) > 1
 
 
 def test_joined_documents(folders):

@@ -1,23 +1,10 @@
-"""Raven: the published layer's output, the mixer's laws, and its models."""
-
-from __future__ import annotations
-
-from typing import Any
+"""Raven: the published layer's output, and the choice of slots."""
 
 import pytest
 import torch
 
 from experiments.ingredients.raven import STEPS, STRONGEST, Raven
-from tests.experiments.ingredients.laws import (
-    check_causal_and_learning,
-    check_packed,
-    check_pieces_and_padding,
-    check_saved,
-    check_steps,
-    check_taken_back,
-    inputs,
-    model_of,
-)
+from tests.experiments.ingredients.mixers import inputs, raven
 
 # The output for six tokens by the layer of flash-linear-attention, with its plain recurrence (the
 # commit of 2026-08-22). Its parameters are sines, in the order of `NAMES`.
@@ -32,22 +19,6 @@ PUBLISHED = [
 NAMES = ["strength", "decay_bias"]
 NAMES += [f"{name}_proj.weight" for name in ("q", "k", "v", "decay", "router")]
 NAMES += ["q_norm.weight", "k_norm.weight", "output_norm.weight", "o_proj.weight"]
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"written_slots": 3},
-    {"written_slots": 1, "value_dim": 3, "head_dim": 6, "num_key_value_heads": 2},
-]
-
-
-def make(options: dict[str, Any]) -> Raven:
-    """A layer in evaluation, since training adds noise to the choice of slots."""
-    torch.manual_seed(0)
-    layer = Raven(16, 4, 12, **options).double().eval()
-    with torch.no_grad():
-        for norm in (layer.q_norm, layer.k_norm, layer.output_norm):
-            norm.weight.normal_()
-    return layer
 
 
 def test_it_is_the_published_layer():
@@ -72,7 +43,7 @@ def test_a_token_changes_the_chosen_slots_alone():
 
 
 def test_shares_sum_to_1_and_noise_changes_the_choice_in_training_alone():
-    layer, router = make({"written_slots": 2}), torch.zeros(1, 200, 4, 3, dtype=torch.float64)
+    layer, router = raven(written_slots=2), torch.zeros(1, 200, 4, 3, dtype=torch.float64)
     router[..., 0] = 1.0
     shares = layer.shares(router)
     assert (shares > 0).sum(-1).eq(2).all() and (shares[..., 0] > 0.5).all()
@@ -89,52 +60,8 @@ def test_initial_values_are_the_published_ones():
     assert layer.strength.exp().mean().item() == pytest.approx(STRONGEST / 2, abs=0.8)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_it_is_causal_and_every_parameter_learns(options):
-    if options.get("written_slots") == 1:
-        options = {**options, "written_slots": 2}  # a single share is 1: the router does not learn
-    check_causal_and_learning(make(options))
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_pieces_make_the_whole_and_padding_does_not_count(options):
-    check_pieces_and_padding(make(options), "own")
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_packed_sequences_do_not_see_each_other(options):
-    check_packed(make(options), "own")
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_tokens_can_be_taken_back(options):
-    check_taken_back(make(options))
-
-
-def test_under_autocast_the_slots_stay_in_fp32():
-    layer, x = make({}).float(), inputs().float()
-    with torch.autocast("cpu", torch.bfloat16):
-        _, state = layer(x, output_final_state=True)
-    assert state.own.dtype == torch.float32
-
-
 @pytest.mark.parametrize("count", [0, 4])
 def test_mistakes_are_named(count):
-    with pytest.raises(
-        ValueError, match=f"Raven: written_slots must be from 1 to 3, .* got {count}"
-    ):
+    message = f"Raven: written_slots must be from 1 to 3, .* got {count}"
+    with pytest.raises(ValueError, match=message):
         Raven(16, 4, 12, written_slots=count)
-
-
-def test_token_by_token_is_the_whole():
-    check_steps(model_of("raven", mlp="none", value_dim=12))
-
-
-def test_a_saved_model_is_loaded_again(tmp_path):
-    check_saved(model_of("raven", mlp="none", value_dim=12), tmp_path)
-
-
-def test_a_new_model_begins_with_the_published_decays():
-    layer = model_of("raven").model.layers[0].mixer
-    assert layer.strength.exp().max() <= STRONGEST
-    assert torch.nn.functional.softplus(layer.decay_bias).max() <= STEPS[1] * 1.01

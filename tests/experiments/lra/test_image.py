@@ -1,16 +1,12 @@
 """CIFAR-10 in grey from files made on the spot: both original formats, and a dataset."""
 
-from __future__ import annotations
-
 import pickle
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from experiments.lra.data import ImageOptions, load_task
-from experiments.lra.data.image import TEST_FILES, TRAIN_FILES, to_grey
+from experiments.lra.data.image import TEST_FILES, TRAIN_FILES
 from latte.errors import LatteError
 
 RNG = np.random.default_rng(0)
@@ -20,7 +16,7 @@ LABELS = [3, 0, 9, 5]
 NAMES = (*TRAIN_FILES, *TEST_FILES)
 
 
-def pickled(folder: Path, protocol: int = 2) -> ImageOptions:
+def pickled(folder, protocol=2):
     """As the published files: bytes for keys, a list of labels."""
     inner = folder / "cifar-10-batches-py"
     inner.mkdir()
@@ -30,20 +26,20 @@ def pickled(folder: Path, protocol: int = 2) -> ImageOptions:
     return ImageOptions(source=str(folder), validation_share=0.2)
 
 
-def binary(folder: Path) -> ImageOptions:
+def binary(folder):
     for name in NAMES:
         rows = [bytes([label]) + p.tobytes() for label, p in zip(LABELS, PLANES[name], strict=True)]
         (folder / f"{name}.bin").write_bytes(b"".join(rows))
     return ImageOptions(source=str(folder), validation_share=0.2)
 
 
-def grey(planes: np.ndarray) -> np.ndarray:
+def grey(planes):
     red, green, blue = planes.astype(float).reshape(3, 1024)
     return np.round(0.2989 * red + 0.587 * green + 0.114 * blue).astype(np.uint8)
 
 
 @pytest.mark.parametrize("make", [pickled, binary])
-def test_both_original_formats(tmp_path: Path, make: Any) -> None:
+def test_both_original_formats(tmp_path, make):
     task = load_task("image", make(tmp_path), "unused")
     assert [len(examples) for examples in task.splits().values()] == [16, 4, 4]
     assert task.train.labels_N.tolist() == LABELS * 4
@@ -53,16 +49,54 @@ def test_both_original_formats(tmp_path: Path, make: Any) -> None:
     assert "attention_mask" not in task.test.batch([0, 1])
 
 
-def test_white_is_white() -> None:
-    assert to_grey(np.array([[255, 255, 255], [0, 0, 0]], np.uint8)).tolist() == [255, 0]
+class Evil:
+    def __reduce__(self):
+        return (print, ("code was run",))
 
 
-def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps({b"data": Evil(), b"labels": []}), "refused to load builtins.print"),
+        (pickle.dumps([1, 2]), "expected a batch of CIFAR-10"),
+        (pickle.dumps({b"labels": [1]}), "expected a batch of CIFAR-10"),
+        (pickle.dumps({b"data": PLANES["test_batch"], b"labels": [1]}), r"expected data \(1, 3072"),
+        (pickle.dumps({b"data": PLANES["test_batch"], b"labels": [1, 2, 3, 10]}), "labels 0 to 9"),
+        (b"\x80\x02}", "expected a batch of CIFAR-10"),
+    ],
+)
+def test_wrong_files_are_one_line_and_run_nothing(tmp_path, capsys, content, message):
+    options = pickled(tmp_path)
+    bad = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    bad.write_bytes(content)
+    with pytest.raises(LatteError, match=f"{bad}: .*{message}") as caught:
+        load_task("image", options, "unused")
+    assert "\n" not in str(caught.value) and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda f: (f / "test_batch.bin").write_bytes(b"x" * 100), "a multiple of 3073 bytes, fou"),
+        (lambda f: (f / "data_batch_4.bin").unlink(), "no file data_batch_4 or data_batch_4.bin"),
+        (lambda f: f.rename(f.with_name("elsewhere")), "images: no such folder"),
+    ],
+)
+def test_missing_and_truncated_files(tmp_path, harm, message):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    options = binary(folder)
+    harm(folder)
+    with pytest.raises(LatteError, match=message):
+        load_task("image", options, "unused")
+
+
+def test_a_dataset_of_the_hub(monkeypatch):
     datasets = pytest.importorskip("datasets")
     image = pytest.importorskip("PIL.Image")
     arrays = [p.reshape(3, 32, 32).transpose(1, 2, 0) for p in PLANES["test_batch"]]
 
-    def load_dataset(name: str, *_: Any, **__: Any) -> Any:
+    def load_dataset(name, *_, **__):
         assert name == "uoft-cs/cifar10"
         columns = {"img": [image.fromarray(a) for a in arrays], "label": LABELS}
         columns |= {"name": ["cat"] * len(LABELS), "share": [0.5] * len(LABELS)}
@@ -83,44 +117,3 @@ def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     for column, found in (("name", "<U3"), ("share", "float64"), ("img", "images or lists")):
         with pytest.raises(LatteError, match=f"in every row of column '{column}', found {found}"):
             load_task("image", ImageOptions(label_column=column), "unused")
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return (print, ("code was run",))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (pickle.dumps({b"data": Evil(), b"labels": []}), "refused to load builtins.print"),
-        (pickle.dumps([1, 2]), "expected a batch of CIFAR-10"),
-        (pickle.dumps({b"labels": [1]}), "expected a batch of CIFAR-10"),
-        (pickle.dumps({b"data": PLANES["test_batch"], b"labels": [1]}), r"expected data \(1, 3072"),
-        (pickle.dumps({b"data": PLANES["test_batch"], b"labels": [1, 2, 3, 10]}), "labels 0 to 9"),
-        (b"\x80\x02}", "expected a batch of CIFAR-10"),
-    ],
-)
-def test_wrong_files_are_one_line_and_run_nothing(
-    tmp_path: Path, capsys: Any, content: bytes, message: str
-) -> None:
-    options = pickled(tmp_path)
-    bad = tmp_path / "cifar-10-batches-py" / "data_batch_3"
-    bad.write_bytes(content)
-    with pytest.raises(LatteError, match=f"{bad}: .*{message}") as caught:
-        load_task("image", options, "unused")
-    assert "\n" not in str(caught.value) and not capsys.readouterr().out
-
-
-def test_missing_and_truncated_files(tmp_path: Path) -> None:
-    options = binary(tmp_path)
-    (tmp_path / "test_batch.bin").write_bytes(b"x" * 100)
-    with pytest.raises(LatteError, match="expected a multiple of 3073 bytes, found 100"):
-        load_task("image", options, "unused")
-    (tmp_path / "data_batch_4.bin").unlink()
-    with pytest.raises(LatteError, match="no file data_batch_4 or data_batch_4.bin"):
-        load_task("image", options, "unused")
-    with pytest.raises(LatteError, match="none: no such folder"):
-        load_task("image", ImageOptions(source=str(tmp_path / "none")), "unused")
-    with pytest.raises(LatteError, match="data.validation_share: expected between 0 and 1"):
-        load_task("image", ImageOptions(validation_share=0), "unused")

@@ -1,18 +1,16 @@
 """Long Range Arena recipes: those of the repository, and mistakes in one's own."""
 
-from __future__ import annotations
-
+import importlib
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
 from experiments.lra.data import load_task
-from experiments.lra.recipe import LRARecipe, load, runs
+from experiments.lra.recipe import load, runs
 from experiments.lra.run import main
 from latte.lab.train.recipe import load_recipe
 from latte.models.config import preset_config
@@ -20,7 +18,7 @@ from latte.models.config import preset_config
 ROOT = Path(__file__).parents[3]
 
 
-def check_beginning(recipe: LRARecipe) -> None:
+def check_beginning(recipe):
     """The language model that a recipe begins with is one of the recipes, of the same sizes."""
     assert recipe.initial is not None
     first = load_recipe(ROOT / "recipes" / f"{recipe.initial.removeprefix('runs/')}.yaml")
@@ -34,7 +32,7 @@ def check_beginning(recipe: LRARecipe) -> None:
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "recipes/lra").glob("*.yaml")), ids=lambda p: p.stem
 )
-def test_recipes_have_the_papers_models_and_the_controls(path: Path) -> None:
+def test_recipes_have_the_papers_models_and_the_controls(path):
     if path.stem == "base":
         pytest.skip("no task")
     recipe = load(path)
@@ -68,7 +66,7 @@ TABLE_8 = {  # heads, latents, width, learning rate, batch, weight decay, dropou
 
 
 @pytest.mark.parametrize("task", TABLE_8)
-def test_full_recipes_are_table_8(task: str) -> None:
+def test_full_recipes_are_table_8(task):
     recipe = load(ROOT / f"recipes/lra/{task}.yaml")
     section = recipe.training
     rates = section.learning_rate, section.batch_size, section.weight_decay
@@ -85,13 +83,16 @@ def test_full_recipes_are_table_8(task: str) -> None:
             assert config.position == position
 
 
-def test_documented_commands_could_be_typed() -> None:
-    text = (ROOT / "docs" / "lra.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("page", "count"), [("lra", 4), ("mqar", 3)])
+def test_documented_commands_could_be_typed(page, count):
+    module = importlib.import_module(f"experiments.{page}.recipe")
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     commands = [shlex.split(line) for line in re.findall(r"^\$ (.*)$", text, re.M)]
-    assert len(commands) >= 4
+    commands = [words for words in commands if words[:3] == ["python", "-m", f"experiments.{page}"]]
+    assert len(commands) >= count
     for words in commands:
-        assert words[:3] == ["python", "-m", "experiments.lra"]
-        assert runs(load(ROOT / words[3], [word for word in words[4:] if word[0] != "-"]))
+        overrides = [word for word in words[4:] if word[0] != "-"]
+        assert module.runs(module.load(ROOT / words[3], overrides))
 
 
 # ---- mistakes: one line each, and nothing written
@@ -101,14 +102,10 @@ def test_documented_commands_could_be_typed() -> None:
     ("overrides", "message"),
     [
         (["task=listop"], "task: expected one of listops, text"),
-        (["task=[1]"], "task: expected one of listops, text"),
         (["data.min_lenght=3"], "nearest valid key is 'data.min_length'"),
-        (["data.max_depth=x"], "data.max_depth: expected an integer"),
-        (["data=3"], "data: expected a section"),
         (["data.min_length=12"], "expected a length between them"),
         (["training.max_epochs=1"], ""),
         (["training.max_epochs=1", "training.max_steps=1"], "exactly one of training.max_steps"),
-        (["training.max_step=3"], "nearest valid key is 'training.max_steps'"),
         (["training.batch_size=0"], "training.batch_size: expected a number above 0, got 0"),
         (["training.warmup_steps=-1"], "training.warmup_steps: expected 0 or more"),
         (["training.betas=[1,2]"], "training.betas: expected two numbers"),
@@ -116,7 +113,6 @@ def test_documented_commands_could_be_typed() -> None:
         (["training.seeds=[99999999999999999999]"], "training.seeds: expected 0 to 4294967295"),
         (["training.learning_rate=.inf"], "training.learning_rate: expected a number above 0"),
         (["workers=0"], "workers: expected at least 1, got 0"),
-        (["training.schedule=cosin"], "did you mean 'cosine'"),
         (["shared.hidden_size=15"], "models.both: "),
         (["models.both.preset=latte-z++"], "unknown preset 'latte-z++'"),
         (["models.both.sliding_windw=3"], "unknown field 'sliding_windw'"),
@@ -124,9 +120,7 @@ def test_documented_commands_could_be_typed() -> None:
         (["select=[neither]"], "no model is called 'neither'; expected some of both, window"),
     ],
 )
-def test_mistakes_are_one_line(
-    recipe_file: Path, tmp_path: Path, capsys: Any, overrides: list[str], message: str
-) -> None:
+def test_mistakes_are_one_line(recipe_file, tmp_path, capsys, overrides, message):
     code = main([str(recipe_file), *overrides, "--dry-run"])
     error = capsys.readouterr().err
     if not message:  # an override of the length replaces the recipe's
@@ -137,9 +131,7 @@ def test_mistakes_are_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_files(
-    tiny: dict[str, Any], recipe_file: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_missing_files(tiny, recipe_file, tmp_path, capsys):
     assert main([str(tmp_path / "none.yaml")]) == 2
     assert "does not exist" in capsys.readouterr().err
     recipe_file.write_text("models: {}")
@@ -153,9 +145,7 @@ def test_missing_files(
     assert "no.jsonl: no such file or folder" in capsys.readouterr().err
 
 
-def test_a_dry_run_and_the_balance_train_nothing(
-    recipe_file: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_dry_run_and_the_balance_train_nothing(recipe_file, tmp_path, capsys):
     assert main([str(recipe_file), "--dry-run"]) == 0
     assert capsys.readouterr().out.endswith("2 runs\n")
     assert main([str(recipe_file), "--balance"]) == 0

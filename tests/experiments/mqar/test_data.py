@@ -1,12 +1,10 @@
 """MQAR's published definition, held by laws; see experiments.mqar.data for the source."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 
-from experiments.mqar.data import MQAR, check_cell, shifted_labels
+from experiments.mqar.data import MQAR, check_cell
 from latte.errors import LatteError
 
 CELLS = [(64, 4), (128, 8), (256, 16), (512, 64), (256, 64), (1024, 256), (4, 1), (16, 4)]
@@ -102,36 +100,6 @@ def test_seeds_indices_and_splits_give_different_examples():
     ]
     rows = {tuple(row.tolist()) for table in tables for row in table}
     assert len(rows) == 800
-
-
-def test_indices_out_of_range():
-    data = MQAR(64, 4, examples=5)
-    for index in (5, -6):
-        with pytest.raises(IndexError):
-            data[index]
-    assert len(list(data)) == len(data) == 5
-
-
-def test_labels_of_a_model_that_shifts_inside():
-    """`labels[t]` is what the output at t says; a causal model of Transformers wants it at t+1."""
-    from latte.models import LatteForCausalLM, preset_config
-
-    data = MQAR(16, 4, examples=3, vocab_size=32)  # every slot asks, the last one too
-    items = [data[i] for i in range(3)]
-    tokens = torch.stack([item["input_ids"] for item in items])
-    labels = torch.stack([item["labels"] for item in items])
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1}
-    config = preset_config("latte++", "tiny", **sizes, initializer_range=0.5)
-    torch.manual_seed(0)
-    model = LatteForCausalLM(config)
-    shifted = shifted_labels(labels)
-    assert ((shifted != -100).sum() == (labels != -100).sum()).item()
-    loss = model(input_ids=tokens, labels=shifted).loss
-    logits = model(input_ids=tokens).logits
-    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    torch.testing.assert_close(loss, wanted)
-    unshifted = model(input_ids=tokens, labels=labels).loss
-    assert abs(unshifted - wanted) > 1e-2  # the very mistake that this function is for
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The table of our own comparators' mixers: the laws and the tests of their models run over it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +21,7 @@ class Row:
     exact: bool = False  # causal to the last bit; the others transform the whole sequence at once
     from_the_first: bool = False  # places count from the row's first token, padding or not
 
-    def build(self, **options: Any) -> Any:
+    def build(self, **options):
         """The layer in fp64, causal if it can be and nothing else is asked."""
         torch.manual_seed(0)
         return self.layer(**{"causal": self.causal, **options}).double()
@@ -49,6 +47,6 @@ LAYERS = MIXERS | {
 }
 
 
-def names(rows: dict[str, Row], field: str) -> list[str]:
+def names(rows, field):
     """The names of the rows for which it holds."""
     return [name for name, row in rows.items() if getattr(row, field)]

@@ -1,25 +1,13 @@
 """The models of the paper's tables, by name, in the same harness as our own."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import yaml
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
@@ -30,7 +18,7 @@ from experiments.lra.pairs import check_pairs
 from latte.errors import LatteError
 from latte.lab.baselines import dropout
 from latte.lab.baselines.__main__ import main
-from latte.lab.baselines.catalogue import BASELINES, Baseline
+from latte.lab.baselines.catalogue import BASELINES
 from latte.lab.train.metrics import read_metrics
 from latte.lab.train.trainer import LatteTrainer, decayed_names
 from latte.models import count_parameters, preset_config
@@ -41,14 +29,9 @@ from tests.lab.baselines.training import losses, next_token_loss
 logging.set_verbosity_error()  # Mamba says that its kernels are not there
 
 SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "sliding_window": 8,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 64, "sliding_window": 8, "max_position_embeddings": 64,
+}  # fmt: skip
 HERE = [name for name, comparator in BASELINES.items() if not comparator.missing()]
 CAUSAL = [name for name in HERE if BASELINES[name].causal]
 READS_BOTH_WAYS = [name for name in HERE if not BASELINES[name].causal]
@@ -56,58 +39,42 @@ OF_TRANSFORMERS = [name for name in CAUSAL if BASELINES[name].library == "transf
 ON_A_GPU = [name for name, c in BASELINES.items() if c.library == "flash-linear-attention"]
 
 
-def comparator_config(name: str, size: str = "tiny", **overrides: Any) -> Any:
+def comparator_config(name, size="tiny", **overrides):
     return find_model(name).config(size, **overrides)
 
 
-def build(name: str, kind: Any = AutoModelForCausalLM, **overrides: Any) -> Any:
+def build(name, kind=AutoModelForCausalLM, **overrides):
     torch.manual_seed(0)
     return kind.from_config(comparator_config(name, **{**SMALL, **overrides}))
 
 
-def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def logits(model, ids):
     return model(input_ids=ids, use_cache=False).logits
 
 
 @pytest.mark.parametrize("size", ["tiny", "paper"])
 @pytest.mark.parametrize("name", HERE)
-def test_parameters_match_those_of_transformer(name: str, size: str) -> None:
+def test_parameters_match_those_of_transformer(name, size):
     target = count_parameters(preset_config("transformer++", size))
     found = BASELINES[name].count(comparator_config(name, size))
     assert found == pytest.approx(target, rel=0.03)
 
 
-@pytest.mark.parametrize("name", HERE)
-def test_sizes_hold_for_transformer_and_comparator_alike(name: str) -> None:
-    config = comparator_config(name, **SMALL)
-    assert (config.vocab_size, config.hidden_size) == (300, 32)
-    if BASELINES[name].matched == "intermediate_size":
-        assert config.num_hidden_layers == 3
-    wider = comparator_config(name, **{**SMALL, "intermediate_size": 256})
-    target = count_parameters(preset_config("transformer++", **{**SMALL, "intermediate_size": 256}))
-    assert BASELINES[name].count(wider) == pytest.approx(target, rel=0.2)
-
-
-@pytest.mark.parametrize("name", CAUSAL)
-def test_the_future_cannot_change_the_past(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name not in MIXERS])
+def test_the_future_cannot_change_the_past(name):
+    """Of other libraries' models; our own layers have this law."""
     model = build(name).eval()
     ids = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
     other = ids.clone()
     other[:, 25:] = 7
-    by_fourier = name in MIXERS and not MIXERS[name].exact  # causal to rounding
     with torch.no_grad():
-        if by_fourier:
-            model.double()
         one, two = logits(model, ids), logits(model, other)
-    if by_fourier:
-        torch.testing.assert_close(one[:, :25], two[:, :25], atol=1e-12, rtol=1e-12)
-    else:
-        assert torch.equal(one[:, :25], two[:, :25])
+    assert torch.equal(one[:, :25], two[:, :25])
     assert not torch.equal(one[:, 25:], two[:, 25:])
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_a_few_steps_lower_the_loss(name: str) -> None:
+def test_a_few_steps_lower_the_loss(name):
     """In our own mixers every parameter has its share of it."""
     model = build(name).train()
     ids = torch.randint(3, 20, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -116,18 +83,6 @@ def test_a_few_steps_lower_the_loss(name: str) -> None:
     for parameter_name, parameter in model.named_parameters():
         grad = parameter.grad
         assert name not in MIXERS or (grad is not None and grad.abs().max() > 0), parameter_name
-
-
-@pytest.mark.parametrize("name", CAUSAL)
-def test_autocast_gives_finite_gradients(name: str) -> None:
-    model = build(name).train()
-    ids = torch.randint(3, 300, (2, 20), generator=torch.Generator().manual_seed(1))
-    exact = logits(model, ids)
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = logits(model, ids).float()
-    assert (exact - rounded).abs().max() < 0.1 * exact.abs().max()
-    next_token_loss(rounded, ids).backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
 LOOPS = {
@@ -140,7 +95,7 @@ SEVERAL_CHUNKS = {"mamba2": {"chunk_size": 8}}  # of 37 tokens, the last one wit
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_scans_are_the_librarys_loops(name: str, monkeypatch: Any) -> None:
+def test_scans_are_the_librarys_loops(name, monkeypatch):
     """Outputs and all gradients, and it is the scan that runs."""
     if name.startswith("mamba") and importlib.util.find_spec("mamba_ssm") is not None:
         pytest.skip("Mamba's own kernels are there")
@@ -151,9 +106,9 @@ def test_scans_are_the_librarys_loops(name: str, monkeypatch: Any) -> None:
     scan = getattr(owner, function_name)
     results = []
     for function in (scan, scan.looping):
-        calls: list[int] = []
+        calls = []
 
-        def counted(*arguments: Any, _run: Any = function, _calls: Any = calls, **rest: Any) -> Any:
+        def counted(*arguments, _run=function, _calls=calls, **rest):
             _calls.append(1)
             return _run(*arguments, **rest)
 
@@ -167,11 +122,11 @@ def test_scans_are_the_librarys_loops(name: str, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_dropout_is_where_ours_is(name: str, monkeypatch: Any) -> None:
+def test_dropout_is_where_ours_is(name, monkeypatch):
     """In training alone: of embeddings, and of all that the blocks add."""
-    rates: list[float] = []
+    rates = []
 
-    def all_of_it(x: torch.Tensor, rate: float) -> torch.Tensor:
+    def all_of_it(x, rate):
         rates.append(rate)
         return x * 0
 
@@ -200,7 +155,7 @@ def test_dropout_is_where_ours_is(name: str, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", READS_BOTH_WAYS)
-def test_a_few_steps_teach_a_classifier(name: str) -> None:
+def test_a_few_steps_teach_a_classifier(name):
     model = build(name, AutoModelForSequenceClassification, num_labels=3).train()
     ids = torch.randint(3, 300, (6, 16), generator=torch.Generator().manual_seed(1))
     labels = torch.arange(6) % 3
@@ -209,7 +164,7 @@ def test_a_few_steps_teach_a_classifier(name: str) -> None:
     assert found[-1] < found[0] - 0.2
 
 
-def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
+def test_recipes_take_comparators_beside_presets(make_recipe):
     """The same tokens in the same steps, whichever way a model keeps documents apart."""
     from latte.lab.compare.compare import Comparison
     from latte.lab.evaluate.checkpoint import load_checkpoint
@@ -236,21 +191,7 @@ def test_recipes_take_comparators_beside_presets(make_recipe: Any) -> None:
         generate(model, tokenizer, "of the", max_new_tokens=3, seed=0, stream=False)
 
 
-def test_a_run_gives_the_libraries_models_its_dropout(make_recipe: Any) -> None:
-    from latte.lab.train.run import train
-
-    first = {}
-    for rate in (0.0, 0.5):
-        recipe = make_recipe("mamba2", name=str(rate), max_steps=1)
-        for field in ("num_latents", "sliding_window"):
-            recipe.model.overrides.pop(field, None)
-        recipe.model.overrides["hidden_dropout"] = rate
-        train(recipe, quiet=True)
-        first[rate] = read_metrics(Path(recipe.output_dir), "train")[0]["grad_norm"]
-    assert first[0.0] != first[0.5]
-
-
-def test_documents_of_a_block_are_rows_of_their_own(make_recipe: Any) -> None:
+def test_documents_of_a_block_are_rows_of_their_own(make_recipe):
     """Packed or padded, a model that can do both computes the same loss."""
     from latte.lab.data.preparing import prepare_text
     from latte.models import LatteForCausalLM
@@ -271,25 +212,21 @@ def test_documents_of_a_block_are_rows_of_their_own(make_recipe: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("name", "overrides", "message"),
     [
-        ({"hidden_sice": 3}, "unknown field 'hidden_sice' of comparator 'griffin'"),
-        ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
-        ({"conv1d_width": "four"}, "comparator 'griffin': .*conv1d_width"),
+        ("griffin", {"hidden_sice": 3}, "unknown field 'hidden_sice' of comparator 'griffin'"),
+        ("griffin", {"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+        ("griffin", {"conv1d_width": "four"}, "comparator 'griffin': .*conv1d_width"),
+        ("mamba", {"hidden_act": "nope"}, "'mamba': KeyError: 'nope'; got hidden_act='nope'$"),
     ],
 )
-def test_bad_fields_are_one_line(overrides: dict[str, Any], message: str) -> None:
+def test_bad_fields_are_one_line(name, overrides, message):
     with pytest.raises(LatteError, match=message) as error:
-        comparator_config("griffin", **overrides)
+        comparator_config(name, **overrides)
     assert "\n" not in str(error.value)
 
 
-def test_what_a_library_stumbles_over_is_one_line() -> None:
-    with pytest.raises(LatteError, match="'mamba': KeyError: 'nope'; got hidden_act='nope'$"):
-        comparator_config("mamba", hidden_act="nope")
-
-
-def test_directions_are_what_they_are() -> None:
+def test_directions_are_what_they_are():
     longformer = comparator_config("longformer", is_causal=False, max_position_embeddings=400)
     assert (longformer.vocab_size, longformer.pad_token_id) == (261, 260)  # 0 is a byte
     assert longformer.max_position_embeddings == 260 + 1 + 400
@@ -307,70 +244,6 @@ def test_directions_are_what_they_are() -> None:
     assert (both_ways.is_causal, both_ways.num_labels) == (False, 7)
 
 
-@pytest.mark.parametrize("task", ["listops", "retrieval"])
-def test_long_range_arena_takes_comparators(tmp_path: Path, task: str) -> None:
-    from experiments.lra.recipe import load
-    from experiments.lra.run import LRASweep
-
-    names = ["mega", "luna"] if task == "retrieval" else ["s5", "linformer", "h3", "longformer"]
-    if task == "listops":
-        data: dict[str, Any] = {"min_length": 3, "max_length": 12, "max_depth": 2}
-        data |= {"train_examples": 16, "validation_examples": 8, "test_examples": 8}
-    else:
-        lines = [f"{i % 2}\t{i}\t{i + 1}\tone {i}\ttwo {i}" for i in range(16)]
-        (tmp_path / "pairs.tsv").write_text("\n".join(lines) + "\n")
-        data = {split: str(tmp_path / "pairs.tsv") for split in ("train", "validation", "test")}
-        data["max_length"] = 32
-    models: dict[str, Any] = {name: {"preset": name} for name in names}
-    if "h3" in models:
-        models["h3"]["is_causal"] = True
-    recipe = {
-        "task": task,
-        "data": data,
-        "models": models,
-        "shared": {
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "num_latents": 4,
-            "sliding_window": 5,
-        },
-        "training": {"max_steps": 2, "batch_size": 8, "eval_steps": 2, "warmup_steps": 1},
-        "output_dir": str(tmp_path / "runs"),
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    _, table = LRASweep(load(tmp_path / "recipe.yaml"), quiet=True).sweep()
-    assert all(name in table for name in names)
-    assert len(list((tmp_path / "runs").rglob("result.json"))) == len(names)
-
-
-def test_mqar_takes_comparators(tmp_path: Path) -> None:
-    from experiments.mqar.recipe import load
-    from experiments.mqar.run import MQARSweep
-
-    recipe: dict[str, Any] = {
-        "models": {name: {"preset": name} for name in ("h3", "mamba", "griffin")},
-        "shared": {
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "rglru_decay_range": [0.1, 0.999],  # Latte's own: passed over
-        },
-        "data": {"cells": [[8, 2]], "vocab_size": 32, "train_examples": 16, "test_examples": 8},
-        "widths": [16],
-        "mlp_ratio": 2.0,
-        "training": {"max_epochs": 1, "learning_rates": [1e-3], "batch_size": 8},
-        "output_dir": str(tmp_path / "runs"),
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    _, table = MQARSweep(load(tmp_path / "recipe.yaml"), quiet=True).sweep()
-    assert all(name in table for name in recipe["models"])
-    recipe["models"] = {"both-ways": {"preset": "linformer"}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    with pytest.raises(LatteError, match="models.both-ways: .*'linformer' reads both ways"):
-        MQARSweep(load(tmp_path / "recipe.yaml"))
-
-
 @pytest.mark.parametrize(
     ("name", "spared"),
     [
@@ -383,7 +256,7 @@ def test_mqar_takes_comparators(tmp_path: Path) -> None:
         ("lightning", set()),
     ],
 )
-def test_weight_decay_is_for_matrices_in_every_optimiser(name: str, spared: set[str]) -> None:
+def test_weight_decay_is_for_matrices_in_every_optimiser(name, spared):
     model = build(name)
     decayed = set(decayed_names(model))
     assert (
@@ -400,20 +273,15 @@ def test_weight_decay_is_for_matrices_in_every_optimiser(name: str, spared: set[
     assert set(rates) == set(names.values())
 
 
-def test_a_multiplier_of_embeddings_holds_for_models_that_have_one() -> None:
-    wanted = {**SMALL, "embedding_multiplier": 4.0}
-    assert comparator_config("mega", **wanted).embedding_scale == 4.0
+def test_a_multiplier_of_embeddings_holds_for_models_that_have_one():
+    wanted = {**SMALL, "embedding_multiplier": 4.0, "embedding_initializer_range": 0.5}
+    mega = comparator_config("mega", **wanted)
+    assert (mega.embedding_scale, mega.embedding_initializer_range) == (4.0, 0.5)
     for name in ("mamba", "griffin"):  # none, or always sqrt(width)
         assert not hasattr(comparator_config(name, **wanted), "embedding_multiplier")
 
 
-def test_a_scale_of_embeddings_is_for_our_own_models_and_stops_no_other() -> None:
-    wanted = {**SMALL, "embedding_initializer_range": 0.5}
-    assert comparator_config("mega", **wanted).embedding_initializer_range == 0.5
-    assert comparator_config("griffin", **wanted) == comparator_config("griffin", **SMALL)
-
-
-def test_a_model_says_itself_whether_it_carries_a_state() -> None:
+def test_a_model_says_itself_whether_it_carries_a_state():
     from latte.models import LatteForCausalLM
     from latte.models.registry import carries_state, entry_of_type
 
@@ -424,13 +292,13 @@ def test_a_model_says_itself_whether_it_carries_a_state() -> None:
     assert entry_of_type("latte") is None and entry_of_type("llama") is None
 
 
-def test_any_model_can_be_registered(monkeypatch: Any) -> None:
+def test_any_model_can_be_registered(monkeypatch):
     """A name that nobody knew stands for a model from then on, in recipes too."""
     from latte.lab.train.recipe import ModelSection
     from latte.models import registry
 
     class Narrow(registry.ModelEntry):
-        def config(self, size: str, **overrides: Any) -> Any:
+        def config(self, size, **overrides):
             return preset_config("swa++", size, **{"hidden_size": 32, **overrides})
 
     monkeypatch.setattr(registry, "_models", {**registry.other_models()})
@@ -442,9 +310,7 @@ def test_any_model_can_be_registered(monkeypatch: Any) -> None:
         find_model("narrow").check(causal=True)
 
 
-def test_what_cannot_be_trained_says_why_before_anything_is_written(
-    make_recipe: Any, monkeypatch: Any
-) -> None:
+def test_what_cannot_be_trained_says_why_before_anything_is_written(make_recipe, monkeypatch):
     from latte.lab.train.run import train
     from latte.models import registry
 
@@ -463,9 +329,7 @@ def test_what_cannot_be_trained_says_why_before_anything_is_written(
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)
-def test_a_missing_library_or_gpu_is_one_line(
-    name: str, monkeypatch: Any, make_recipe: Any
-) -> None:
+def test_a_missing_library_or_gpu_is_one_line(name, monkeypatch, make_recipe):
     from latte.lab.train.run import train
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
@@ -482,91 +346,24 @@ def test_a_missing_library_or_gpu_is_one_line(
     assert not Path(recipe.output_dir).exists()
 
 
-class OldStyleConfig(PreTrainedConfig):
-    """A config as flash-linear-attention writes them: plain arguments, the rest swallowed."""
-
-    model_type = "gla"
-
-    def __init__(
-        self,
-        hidden_size: int = 2048,
-        expand_k: float = 0.5,
-        intermediate_size: int | None = None,
-        num_hidden_layers: int = 24,
-        num_heads: int = 4,
-        vocab_size: int = 32000,
-        fuse_cross_entropy: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        self.hidden_size, self.expand_k, self.num_heads = hidden_size, expand_k, num_heads
-        self.intermediate_size, self.num_hidden_layers = intermediate_size, num_hidden_layers
-        self.vocab_size, self.fuse_cross_entropy = vocab_size, fuse_cross_entropy
-        super().__init__(**kwargs)
-
-
-class OldStyleModel(PreTrainedModel):
-    config_class = OldStyleConfig
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.embeddings = torch.nn.Embedding(config.vocab_size, config.hidden_size)
-        widths = [(config.hidden_size, config.intermediate_size)] * 3 * config.num_hidden_layers
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(*width) for width in widths)
-        self.post_init()
-
-
-def test_a_library_that_registers_its_models_when_imported(monkeypatch: Any) -> None:
-    """The way to flash-linear-attention's models, with one of its shape in their place."""
-    monkeypatch.setattr(Baseline, "missing", lambda _: None)
-    configs, models = CONFIG_MAPPING._extra_content, MODEL_FOR_CAUSAL_LM_MAPPING._extra_content
-
-    real_import = importlib.import_module
-
-    def register(name: str, *rest: Any) -> Any:
-        if name != "fla":
-            return real_import(name, *rest)
-        AutoConfig.register("gla", OldStyleConfig, exist_ok=True)
-        AutoModelForCausalLM.register(OldStyleConfig, OldStyleModel, exist_ok=True)
-        return None
-
-    monkeypatch.setattr(importlib, "import_module", register)
-    try:
-        config = comparator_config("gla", **SMALL, expand_k=1.0)
-        assert (config.num_heads, config.expand_k, config.fuse_cross_entropy) == (4, 1.0, False)
-        target = count_parameters(preset_config("transformer++", **SMALL))
-        assert BASELINES["gla"].count(config) == pytest.approx(target, rel=0.1)
-        with pytest.raises(LatteError, match="unknown field 'expand_q' of comparator 'gla'"):
-            comparator_config("gla", expand_q=1.0)
-    finally:
-        configs.pop("gla", None)
-        models.pop(OldStyleConfig, None)
-
-
-@pytest.mark.parametrize("name", ON_A_GPU)
-def test_on_a_gpu(name: str) -> None:
-    """Causality, and a loss that falls, of the models whose kernels are written in Triton."""
-    if lacks := BASELINES[name].missing():
-        pytest.skip(f"needs {lacks}")
-    model = build(name, hidden_size=64).cuda().train()
-    ids = torch.randint(3, 20, (2, 128), device="cuda")
-    other = ids.clone()
-    other[:, 100:] = 7
-    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-        torch.testing.assert_close(logits(model, ids)[:, :100], logits(model, other)[:, :100])
-
-    def loss() -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            found = logits(model, ids)
-        return next_token_loss(found.float(), ids)
-
-    found = losses(model, loss, steps=10, rate=3e-3)
-    assert found[-1] < found[0] - 0.1
-
-
-def test_the_table_prints_what_there_is(capsys: Any) -> None:
+def test_the_table_prints_what_there_is(capsys):
     assert main(["tiny"]) == 0
     out = capsys.readouterr().out
     assert all(f"`{name}`" in out for name in BASELINES)
     assert main(["huge"]) == 2
     told = capsys.readouterr()
     assert told.out == "" and "expected one of the sizes tiny" in told.err
+
+
+def test_a_run_gives_the_libraries_models_its_dropout(make_recipe):
+    from latte.lab.train.run import train
+
+    first = {}
+    for rate in (0.0, 0.5):
+        recipe = make_recipe("mamba2", name=str(rate), max_steps=1)
+        for field in ("num_latents", "sliding_window"):
+            recipe.model.overrides.pop(field, None)
+        recipe.model.overrides["hidden_dropout"] = rate
+        train(recipe, quiet=True)
+        first[rate] = read_metrics(Path(recipe.output_dir), "train")[0]["grad_norm"]
+    assert first[0.0] != first[0.5]

@@ -1,31 +1,21 @@
 """Comparisons, by one seed and by several: intervals, resuming, failures, the report."""
 
-from __future__ import annotations
-
 import csv
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from latte.errors import LatteError
 from latte.lab.compare import compare as module
 from latte.lab.compare import report
-from latte.lab.compare.compare import (
-    MEASURED_FILE,
-    Comparison,
-    PresetRun,
-    preset_recipe,
-    runs_of,
-)
+from latte.lab.compare.compare import MEASURED_FILE, Comparison, preset_recipe, runs_of
 from latte.lab.compare.grid import FAILED_FILE
 from latte.lab.compare.intervals import Mean, holm, mean_of, student_t
 from latte.lab.compare.report import excludes_zero, found_order, losses, paired
 from latte.lab.evaluate.lengths import Row
 from latte.lab.machine import WorkFailed
 from latte.lab.train.metrics import read_metrics
-from latte.lab.train.recipe import Recipe
 from latte.lab.train.run import model_config
 from latte.lab.train.run_folder import FolderInUse, claim
 from latte.lab.train.trainer import Diverged
@@ -33,13 +23,13 @@ from latte.models import count_parameters
 from latte.models.atomic_files import write_json
 
 
-def compare(recipe: Recipe, report_only: bool = False, **options: Any) -> tuple[Any, str]:
+def compare(recipe, report_only=False, **options):
     """Do what is due, in this process; where the runs stand, and the report."""
     grid = Comparison(recipe, **{"quiet": True, "apart": False, **options})
     return grid.sweep(report_only=report_only)
 
 
-def list_runs(recipe: Recipe) -> str:
+def list_runs(recipe):
     return Comparison(recipe).listing()
 
 
@@ -47,11 +37,11 @@ def list_runs(recipe: Recipe) -> str:
     ("freedom", "quantile"),
     [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (30, 2.0423), (120, 1.9799)],
 )
-def test_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
+def test_quantiles_are_those_of_the_tables(freedom, quantile):
     assert student_t(0.95, freedom) == pytest.approx(quantile, abs=5e-5)
 
 
-def test_a_mean_carries_its_interval() -> None:
+def test_a_mean_carries_its_interval():
     three = mean_of([1.0, 2.0, 3.0])
     assert (three.value, three.count) == (2.0, 3)
     assert three.half_width == pytest.approx(4.302653 / math.sqrt(3))
@@ -61,7 +51,7 @@ def test_a_mean_carries_its_interval() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
-def test_p_is_one_minus_the_confidence_whose_interval_ends_at_zero(count: int) -> None:
+def test_p_is_one_minus_the_confidence_whose_interval_ends_at_zero(count):
     values = [0.3 + 0.2 * n for n in range(count)]
     found = mean_of(values)
     assert found.p is not None and found.half_width is not None
@@ -70,13 +60,13 @@ def test_p_is_one_minus_the_confidence_whose_interval_ends_at_zero(count: int) -
     assert mean_of([-value for value in values]).p == found.p
 
 
-def test_p_at_the_edges() -> None:
+def test_p_at_the_edges():
     assert mean_of([0.0, 1.0]).p == pytest.approx(0.5)  # t = 1 with one degree of freedom
     assert mean_of([-1.0, 1.0]).p == 1.0 and mean_of([0.0, 0.0]).p == 1.0
     assert mean_of([2.0, 2.0, 2.0]).p == 0.0 and mean_of([2.0]).p is None
 
 
-def test_holm_multiplies_the_smallest_by_their_number_and_keeps_the_order() -> None:
+def test_holm_multiplies_the_smallest_by_their_number_and_keeps_the_order():
     # Steps: 4 x 0.005, 3 x 0.01, 2 x 0.03, 1 x 0.04, of which the last is not below the one before.
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.5, 0.7]) == [1.0, 1.0] and holm([]) == [] and holm([0.02]) == [0.02]
@@ -85,10 +75,10 @@ def test_holm_multiplies_the_smallest_by_their_number_and_keeps_the_order() -> N
 # ---- the harness, with made-up measurements
 
 
-def fake(perplexities: dict[tuple[str, int], float | Exception], done: list[str]) -> Any:
+def fake(perplexities, done):
     """In the place of training: writes what was measured, or raises."""
 
-    def train_and_measure(run: PresetRun, section: Any, quiet: bool) -> None:
+    def train_and_measure(run, section, quiet):
         done.append(run.label)
         found = perplexities[run.preset, run.seed]
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -118,10 +108,10 @@ def fake(perplexities: dict[tuple[str, int], float | Exception], done: list[str]
 
 
 @pytest.fixture
-def made_up(make_recipe: Any, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+def made_up(make_recipe, monkeypatch):
     """A recipe for measurements that are made up; no figure, which takes longest here."""
     monkeypatch.setattr(report, "seeds_figure", lambda *_: None)
-    recipe: Recipe = make_recipe(name="seeds")
+    recipe = make_recipe(name="seeds")
     recipe.comparison.presets = ["latte", "latte++", "latte-r-swa++", "transformer++"]
     recipe.comparison.seeds = [0, 1, 2]
     recipe.comparison.lengths = [32, 64]
@@ -136,7 +126,7 @@ VALUES = {
 }  # fmt: skip
 
 
-def test_presets_get_as_many_parameters_as_a_model(made_up: Recipe) -> None:
+def test_presets_get_as_many_parameters_as_a_model(made_up):
     made_up.comparison.equal_parameters = "griffin"
     runs = runs_of(made_up)
     like = count_parameters(model_config(preset_recipe(made_up, "griffin"), {}))
@@ -150,8 +140,8 @@ def test_presets_get_as_many_parameters_as_a_model(made_up: Recipe) -> None:
         runs_of(made_up)
 
 
-def test_differences_are_paired_by_seed(made_up: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
+def test_differences_are_paired_by_seed(made_up, monkeypatch):
+    done = []
     monkeypatch.setattr(module, "train_and_measure", fake(dict(VALUES), done))
     statuses, text = compare(made_up)
     # seed by seed, so that an early end leaves whole rounds
@@ -204,14 +194,12 @@ def test_differences_are_paired_by_seed(made_up: Recipe, monkeypatch: pytest.Mon
     assert len(rows) == 24 and {row["last"] for row in rows} == {"7", "15"}
 
 
-def test_what_fails_is_reported_and_costs_the_rest_nothing(
-    made_up: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values: dict[tuple[str, int], float | Exception] = dict(VALUES)
+def test_what_fails_is_reported_and_costs_the_rest_nothing(made_up, monkeypatch):
+    values = dict(VALUES)
     values["latte", 1] = Diverged("training diverged: loss is not finite at step 7")
     values["latte++", 1] = WorkFailed("its process was killed by SIGKILL")
     values["transformer++", 2] = FolderInUse("another process is training in it")
-    done: list[str] = []
+    done = []
     monkeypatch.setattr(module, "train_and_measure", fake(values, done))
     statuses, text = compare(made_up)
     assert len(done) == 12 and sum(o.result is not None for o in statuses) == 9
@@ -230,42 +218,7 @@ def test_what_fails_is_reported_and_costs_the_rest_nothing(
     assert "latte, seed 1" in list_runs(made_up)
 
 
-def test_what_another_process_finished_is_not_done_again(
-    made_up: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    mine, other = fake(dict(VALUES), done), fake(dict(VALUES), [])
-
-    def shared(run: PresetRun, section: Any, quiet: bool) -> None:
-        mine(run, section, quiet)
-        for seed in (1, 2):  # meanwhile, elsewhere
-            twin = next(r for r in module.runs_of(made_up) if (r.preset, r.seed) == ("latte", seed))
-            other(twin, section, quiet)
-
-    monkeypatch.setattr(module, "train_and_measure", shared)
-    statuses, text = compare(made_up)
-    assert len(done) == 10 and all(o.result is not None for o in statuses)
-    assert "Without a result" not in text
-
-
-def test_a_table_without_its_baseline_is_left_out(
-    made_up: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values: dict[tuple[str, int], float | Exception] = dict(VALUES)
-    for seed in (0, 1, 2):
-        values["transformer++", seed] = WorkFailed("it was killed")
-    monkeypatch.setattr(module, "train_and_measure", fake(values, []))
-    _, text = compare(made_up)
-    assert "Perplexity minus" not in text
-    assert "The order found, best first, by mean perplexity at" in text
-    order = text.split("(lower is better): ")[1].splitlines()[0].replace("`", "").split(", ")
-    means = {name: sum(v for (n, _), v in VALUES.items() if n == name) for name in order}
-    assert order == sorted(order, key=lambda name: means[name])
-
-
-def test_comparators_that_cannot_run_here_say_so(
-    made_up: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_comparators_that_cannot_run_here_say_so(made_up, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -280,14 +233,6 @@ def test_comparators_that_cannot_run_here_say_so(
         list_runs(made_up)
 
 
-def test_a_mistake_is_not_a_failed_run(made_up: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    values: dict[tuple[str, int], float | Exception] = dict(VALUES)
-    values["latte", 0] = LatteError("output folder holds another run")
-    monkeypatch.setattr(module, "train_and_measure", fake(values, []))
-    with pytest.raises(LatteError, match="holds another run"):
-        compare(made_up)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -300,7 +245,7 @@ def test_a_mistake_is_not_a_failed_run(made_up: Recipe, monkeypatch: pytest.Monk
         ({"lengths": [0]}, "lengths: expected numbers of at least 1"),
     ],
 )
-def test_what_cannot_be_compared(made_up: Recipe, change: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_compared(made_up, change, message):
     for name, value in change.items():
         setattr(made_up.comparison, name, value)
     with pytest.raises(LatteError, match=message):
@@ -308,7 +253,7 @@ def test_what_cannot_be_compared(made_up: Recipe, change: dict[str, Any], messag
     assert not Path(made_up.output_dir).exists()
 
 
-def test_a_damaged_file_says_so(made_up: Recipe) -> None:
+def test_a_damaged_file_says_so(made_up):
     folder = Path(made_up.output_dir) / "latte" / "seed-0"
     folder.mkdir(parents=True)
     (folder / MEASURED_FILE).write_text('{"wanted":')
@@ -319,8 +264,8 @@ def test_a_damaged_file_says_so(made_up: Recipe) -> None:
 # ---- the harness at work
 
 
-def test_seeds_change_initialisation_and_order_alike_and_resume(make_recipe: Any) -> None:
-    recipe: Recipe = make_recipe("latte++", name="seeds", max_steps=3, eval_steps=3)
+def test_seeds_change_initialisation_and_order_alike_and_resume(make_recipe):
+    recipe = make_recipe("latte++", name="seeds", max_steps=3, eval_steps=3)
     recipe.comparison.presets = ["latte-r-swa++", "transformer++"]  # overrides fit each
     recipe.comparison.seeds = [0, 1]
     recipe.comparison.max_tokens = 200
@@ -343,11 +288,11 @@ def test_seeds_change_initialisation_and_order_alike_and_resume(make_recipe: Any
     )
     again, _ = compare(recipe)
     assert all(o.result is not None for o in again) and weights.stat().st_mtime_ns == before
-    assert again[3].result.rows[0].loss == statuses[3].result.rows[0].loss  # type: ignore
+    assert again[3].result.rows[0].loss == statuses[3].result.rows[0].loss
 
 
-def test_a_run_that_diverges_apart_is_reported(make_recipe: Any) -> None:
-    recipe: Recipe = make_recipe(name="seeds", learning_rate=1e30, warmup_steps=0)
+def test_a_run_that_diverges_apart_is_reported(make_recipe):
+    recipe = make_recipe(name="seeds", learning_rate=1e30, warmup_steps=0)
     recipe.comparison.presets, recipe.comparison.seeds = ["latte-gated"], [3]
     statuses, text = compare(recipe, apart=True)
     assert statuses[0].problem.startswith("diverged: training diverged") and "seed 3" in text
@@ -357,18 +302,8 @@ def test_a_run_that_diverges_apart_is_reported(make_recipe: Any) -> None:
         compare(recipe, apart=True)
 
 
-def test_results_of_another_recipe_are_not_taken_for_this_one(make_recipe: Any) -> None:
-    recipe: Recipe = make_recipe("swa++", name="seeds", max_steps=2)
-    recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0]
-    compare(recipe)
-    recipe.training.max_steps = 3
-    for call in (list_runs, lambda r: compare(r, report_only=True)):
-        with pytest.raises(LatteError, match="holds another run: training.max_steps is 2 there"):
-            call(recipe)
-
-
-def test_a_run_of_another_process_is_left_to_it(make_recipe: Any) -> None:
-    recipe: Recipe = make_recipe("swa++", name="seeds", max_steps=2)
+def test_a_run_of_another_process_is_left_to_it(make_recipe):
+    recipe = make_recipe("swa++", name="seeds", max_steps=2)
     recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0, 1]
     theirs = claim(module.runs_of(recipe)[0].recipe)
     statuses, _ = compare(recipe)
@@ -379,9 +314,9 @@ def test_a_run_of_another_process_is_left_to_it(make_recipe: Any) -> None:
     assert all(o.result is not None for o in statuses)
 
 
-def test_one_seed_is_a_grid_too(make_recipe: Any, capsys: Any) -> None:
+def test_one_seed_is_a_grid_too(make_recipe, capsys):
     """The same tokens for all, in the order of the presets; what was finished is read again."""
-    recipe: Recipe = make_recipe("latte++", name="both", max_steps=2)
+    recipe = make_recipe("latte++", name="both", max_steps=2)
     recipe.comparison.presets, recipe.comparison.lengths = ["latte++", "swa++"], [16]
     recipe.comparison.max_tokens = 200
     statuses, text = compare(recipe)
@@ -401,7 +336,7 @@ def test_one_seed_is_a_grid_too(make_recipe: Any, capsys: Any) -> None:
     assert (folder / "swa++/model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
 
 
-def test_by_one_seed_all_have_to_get_through(make_recipe: Any) -> None:
+def test_by_one_seed_all_have_to_get_through(make_recipe):
     recipe = make_recipe("swa++", name="both", max_minutes=1e-6)
     recipe.comparison.presets = ["swa++"]
     with pytest.raises(LatteError, match="a comparison needs equal tokens"):
@@ -415,11 +350,32 @@ def test_by_one_seed_all_have_to_get_through(make_recipe: Any) -> None:
         compare(recipe)
 
 
-def test_a_run_stopped_by_its_minutes_goes_on(make_recipe: Any) -> None:
-    recipe: Recipe = make_recipe("swa++", name="seeds", max_minutes=1e-6, max_steps=3)
+def test_a_run_stopped_by_its_minutes_goes_on(make_recipe):
+    recipe = make_recipe("swa++", name="seeds", max_minutes=1e-6, max_steps=3)
     recipe.comparison.presets, recipe.comparison.seeds = ["swa++"], [0]
     statuses, text = compare(recipe)
     assert statuses[0].problem == "stopped at step 1" and "`swa++`, seed 0: stopped at" in text
     recipe.training.max_minutes = None
     statuses, _ = compare(recipe)
     assert statuses[0].result is not None and statuses[0].result.steps == 3
+
+
+def test_a_table_without_its_baseline_is_left_out(made_up, monkeypatch):
+    values = dict(VALUES)
+    for seed in (0, 1, 2):
+        values["transformer++", seed] = WorkFailed("it was killed")
+    monkeypatch.setattr(module, "train_and_measure", fake(values, []))
+    _, text = compare(made_up)
+    assert "Perplexity minus" not in text
+    assert "The order found, best first, by mean perplexity at" in text
+    order = text.split("(lower is better): ")[1].splitlines()[0].replace("`", "").split(", ")
+    means = {name: sum(v for (n, _), v in VALUES.items() if n == name) for name in order}
+    assert order == sorted(order, key=lambda name: means[name])
+
+
+def test_a_mistake_is_not_a_failed_run(made_up, monkeypatch):
+    values = dict(VALUES)
+    values["latte", 0] = LatteError("output folder holds another run")
+    monkeypatch.setattr(module, "train_and_measure", fake(values, []))
+    with pytest.raises(LatteError, match="holds another run"):
+        compare(made_up)

@@ -36,20 +36,6 @@ def test_near_identical_files_fall_on_one_side():
             assert max(len(own & other) for other in train_lines) < 0.5 * len(own), file.name
 
 
-def test_families_by_hand():
-    base = [f"a line that is number {i} of the first file" for i in range(20)]
-    other = [f"quite another text, its line {i}, here" for i in range(20)]
-    texts = [
-        "\n".join(base),
-        "\n".join(other),
-        "\n".join([*base[:12], *(f"changed beyond recognition {i}" for i in range(8))]),
-        "x",
-        "x",
-    ]
-    a, b, c, d, e = families(texts)
-    assert a == c and d == e and len({a, b, d}) == 3
-
-
 def test_another_process_has_the_same_split_and_imports_little():
     """Neither importing the package nor opening a corpus loads what only a few functions need."""
     code = (

@@ -36,16 +36,6 @@ def test_every_token_once_at_any_length(token_file, C, join):
     assert view.num_documents == (1 if join else 3)
 
 
-def test_windows_continue_the_document(token_file):
-    view = EvaluationText(token_file(TEXTS[2:]))
-    (ids, sizes), = view.documents()  # fmt: skip
-    windows = list(view.windows(10))
-    assert np.concatenate([w.input_ids for w in windows]).tolist() == ids[:-1].tolist()
-    assert np.concatenate([w.targets for w in windows]).tolist() == ids[1:].tolist()
-    assert np.concatenate([w.target_bytes for w in windows]).tolist() == sizes[1:].tolist()
-    assert sizes[0] == sizes[-1] == 0
-
-
 def test_batches_hold_what_the_windows_hold(token_file):
     view = EvaluationText(token_file(TEXTS))
     batches = list(view.batches(16, 4))

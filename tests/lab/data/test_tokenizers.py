@@ -94,14 +94,6 @@ def test_bpe_is_deterministic_and_compresses(bpe):
     assert document_ends(bpe) == (1, 0)
 
 
-def test_progress_bar(capfd, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    train_bpe(["aa bb aa bb"] * 10, 261, progress=True)
-    assert "Training BPE" in capfd.readouterr().err
-    sample_text(open_corpus("embedded"), 1000)
-    assert "Sampling text: 100%" in capfd.readouterr().err
-
-
 def test_special_tokens_in_a_text_are_text_unless_they_are_asked_for(any_tokenizer):
     text, eos = "a<|endoftext|>b", any_tokenizer.eos_token_id
     plain = Encoder(any_tokenizer)([text])[0].tolist()

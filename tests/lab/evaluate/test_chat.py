@@ -6,13 +6,11 @@ import sys
 
 import pytest
 import torch
-from transformers import set_seed
 
 from latte.cli import main
 from latte.errors import LatteError
 from latte.lab.data.tokenizers import byte_tokenizer
 from latte.lab.evaluate.chat import Chat, converse
-from latte.models import LatteForCausalLM, preset_config
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
@@ -29,20 +27,8 @@ def tokenizer(template=TEMPLATE):
 
 
 @pytest.fixture(scope="module")
-def model():
-    set_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = preset_config(
-        "latte-r-swa++",
-        size="tiny",
-        vocab_size=len(byte_tokenizer()),
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_latents=8,
-        sliding_window=8,
-        **sizes,
-    )
-    return LatteForCausalLM(config).double().eval()
+def model(make_model):
+    return make_model("latte-r-swa++", sliding_window=8).double()
 
 
 @contextlib.contextmanager

@@ -59,12 +59,6 @@ def test_a_model_that_is_not_finite_is_one_line(words_with_spaces):
             generate(broken, words_with_spaces, "the cat", max_new_tokens=3, **sampling)
 
 
-def test_bytes_of_the_command_line_that_are_no_utf_8_are_replaced(words_with_spaces):
-    options = {"max_new_tokens": 4, "temperature": 0}
-    text = generate(model(), words_with_spaces, "once \udcff upon", **options)
-    assert text == generate(model(), words_with_spaces, "once \ufffd upon", **options)
-
-
 def test_a_compiled_step_writes_the_same_text(words_with_spaces, capsys, monkeypatch):
     # Without the C++ compiler, whose work would last most of a minute.
     quick = functools.partial(transformers.CompileConfig, backend="aot_eager")
@@ -141,13 +135,3 @@ def test_states_that_do_not_fit_are_refused(reader, words_with_spaces, tmp_path)
 def test_other_models_read_the_document_as_part_of_the_prompt(words_with_spaces):
     wanted = generate(model(), words_with_spaces, "once upon a time", **GREEDY)
     assert generate(model(), words_with_spaces, "a time", document="once upon", **GREEDY) == wanted
-
-
-def test_a_compiled_step_goes_on_from_a_state(reader, tmp_path, monkeypatch):
-    quick = functools.partial(transformers.CompileConfig, backend="eager")
-    monkeypatch.setattr(transformers, "CompileConfig", quick)
-    options = GREEDY | {"save_state": tmp_path / "state", "max_new_tokens": 0}
-    generate(reader, byte_tokenizer(), "once upon a time", **options)
-    options = GREEDY | {"state": tmp_path / "state"}
-    plain = generate(reader, byte_tokenizer(), " there", **options)
-    assert generate(reader, byte_tokenizer(), " there", **options, compiled=True) == plain

@@ -1,29 +1,17 @@
 """Models side by side: names, overrides of a config, and whose weights they are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from latte.conversion import convert
 from latte.errors import LatteError
-from latte.lab.data import byte_tokenizer
 from latte.lab.evaluate.sides import Side, side, sides
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(save_llama, tmp_path_factory):
     where = tmp_path_factory.mktemp("sides")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 260}
-    model = LlamaForCausalLM(LlamaConfig(**sizes))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(8)
-    model.save_pretrained(where / "base")
-    byte_tokenizer().save_pretrained(where / "base")
+    save_llama(where / "base", 8)
     convert(where / "base", where / "converted", window=4, num_latents=4, latent_input="none")
     return where
 

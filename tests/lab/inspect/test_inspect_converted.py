@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T tokens, P tokens shown, H query heads, G key/value heads.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 
@@ -21,14 +19,9 @@ from latte.layers.mixer import EMPTY
 
 WINDOW, READ, SHOWN = 5, 24, 18
 SHAPE = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
 OWN = {"gemma2": {"attn_logit_softcapping": 2.0, "sliding_window": 9, "query_pre_attn_scalar": 24}}
 
 

@@ -4,8 +4,6 @@ It needs the Python package playwright and a Chromium: Debian's (`apt-get instal
 one of `playwright install chromium`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -222,17 +220,3 @@ def test_latents_that_are_fed_late(opened):
     page.locator("#states .state").nth(0).click()
     wait_until_shown(page, state=-1)
     check_sources(page, mixing.source_weights(0, T)[12])
-
-
-def test_light_and_dark(opened):
-    colours = {}
-    for scheme in ("light", "dark"):
-        page, _ = opened("latte-conv++", scheme=scheme)
-        script = "e => [getComputedStyle(e).backgroundColor, getComputedStyle(e).color]"
-        colours[scheme] = page.locator("body").evaluate(script)
-    brightness = {
-        scheme: [sum(map(int, re.findall(r"\d+", colour)[:3])) / 765 for colour in pair]
-        for scheme, pair in colours.items()
-    }
-    assert brightness["light"][0] > 0.9 and brightness["light"][1] < 0.3
-    assert brightness["dark"][0] < 0.15 and brightness["dark"][1] > 0.8

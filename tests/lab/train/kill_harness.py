@@ -34,14 +34,9 @@ RECIPE = {
     },
 }
 MODEL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "num_latents": 8,
-    "sliding_window": 16,
-}
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 64, "num_latents": 8, "sliding_window": 16,
+}  # fmt: skip
 
 
 def write_corpus(folder: Path) -> str:

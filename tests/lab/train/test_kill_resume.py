@@ -4,8 +4,6 @@ The harness (`kill_harness.py`) does the same with ten kills:
     python tests/lab/train/kill_harness.py --kills 10 1 2-ddp 2-fsdp2
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -29,7 +27,7 @@ BY_TWO = [pytest.param(case, marks=two_on_a_cpu) for case in ("2-ddp", "2-fsdp2"
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+def killed(tmp_path_factory):
     """One process, two with DDP and two with FSDP2, each killed once."""
     folder = tmp_path_factory.mktemp("killed")
     command = [sys.executable, str(HARNESS), "--kills", "1", "--steps", "12"]
@@ -40,7 +38,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
         timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)},
     )
-    outcomes: dict = {}
+    outcomes = {}
     for line in done.stdout.splitlines():
         if line.startswith("{"):
             outcomes |= json.loads(line)
@@ -49,13 +47,13 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
 
 
 @pytest.mark.parametrize("case", ["1", *BY_TWO])
-def test_resumed_weights_are_bit_identical(killed: tuple[Path, dict], case: str) -> None:
+def test_resumed_weights_are_bit_identical(killed, case):
     outcome = killed[1][case]
     assert outcome["identical"], outcome
     assert 0 < outcome["killed_after_log_lines"][0] < 15  # it was killed midway, not at the end
 
 
-def test_metrics_of_a_killed_run_have_no_gap_and_no_repeat(killed: tuple[Path, dict]) -> None:
+def test_metrics_of_a_killed_run_have_no_gap_and_no_repeat(killed):
     from latte.lab.train.metrics import read_metrics
 
     records = read_metrics(killed[0] / "1" / "killed", "train")
@@ -65,7 +63,7 @@ def test_metrics_of_a_killed_run_have_no_gap_and_no_repeat(killed: tuple[Path, d
 
 
 @two_on_a_cpu
-def test_fsdp2_trains_as_ddp_does(killed: tuple[Path, dict]) -> None:
+def test_fsdp2_trains_as_ddp_does(killed):
     """Sharding changes where weights are, not what is learnt: only the order of sums differs."""
     import torch
     from safetensors.torch import load_file

@@ -1,37 +1,28 @@
 """The layer-wise stage of a conversion: from a recipe to a model, cut off and gone on with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from latte import LatteError
 from latte.cli import main
-from latte.lab.data.tokenizers import byte_tokenizer
 from latte.lab.train.stages import convert_and_train, load_conversion_recipe
 
 RECIPE = Path("recipes/conversion/smollm2.yaml")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    folder, tokenizer = tmp_path_factory.mktemp("base"), byte_tokenizer()
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), **shape, **heads)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def base(save_llama, tmp_path_factory):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return save_llama(tmp_path_factory.mktemp("base"), **sizes, num_key_value_heads=2)
 
 
 @pytest.fixture(scope="module")
-def settings(words) -> list[str]:
+def settings(words):
     found = [f"data.{key}={value}" for key, value in words.items()]
     found += ["data.block_length=64", "data.max_validation_tokens=64"]
     found += ["conversion.window=8", "conversion.num_latents=8", "conversion.num_sinks=2"]
@@ -46,7 +37,7 @@ def recipe(settings):
 
 
 @pytest.fixture(scope="module")
-def result(base, recipe, tmp_path_factory) -> Path:
+def result(base, recipe, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "out"
     return convert_and_train(str(base), out, recipe("conversion.keep_layers=[1]"), quiet=True)
 
@@ -121,20 +112,6 @@ def test_a_layer_says_how_far_it_came(base, settings, tmp_path, capsys):
     capsys.readouterr()
     assert main([*command, "evaluation.max_tokens=64", "evaluation.lengths=[64]"]) == 0
     assert "is finished; nothing to do" in capsys.readouterr().out
-
-
-def test_a_conversion_can_be_gone_on_with(result, recipe, tmp_path):
-    """A second stage, from the first one's model, in a folder of its own."""
-    more = ["layers=null", "training={max_steps: 2, batch_size: 1, warmup_steps: 1}"]
-    given = recipe("conversion.keep_layers=[1]", "conversion.trainable=latents", *more)
-    out = convert_and_train(str(result), tmp_path / "out", given, quiet=True)
-    before, after = (load_file(folder / "model.safetensors") for folder in (result, out))
-    assert set(before) == set(after)
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed and all(".latents." in name for name in changed)
-    with pytest.raises(LatteError, match="has been converted with local_window=8"):
-        other = recipe("conversion.keep_layers=[1]", "conversion.window=4", *more)
-        convert_and_train(str(result), tmp_path / "other", other, quiet=True)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,9 @@
 """A recipe's `plugins`: code of a user, which runs where its user has named it and nowhere else."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -35,10 +31,10 @@ register_preset("doubled++", mixer="doubled", latent_input="conv", position="non
 
 
 @pytest.fixture
-def forget() -> Any:
+def forget():
     """forget() -> as in a process that has imported no plugin."""
 
-    def run() -> None:
+    def run():
         registry._mixers.pop("doubled", None)
         registry._presets.pop("doubled++", None)
         for name in [name for name in sys.modules if name.startswith("latte_plugin_")]:
@@ -49,7 +45,7 @@ def forget() -> Any:
 
 
 @pytest.fixture
-def plugin_recipe(make_recipe: Callable[..., Any], tmp_path: Path) -> Path:
+def plugin_recipe(make_recipe, tmp_path):
     """A recipe of two steps in a folder with its plugin."""
     values = make_recipe("latte-conv++", max_steps=2, save_steps=1).as_dict()
     values["model"]["preset"] = "doubled++"
@@ -62,9 +58,7 @@ def plugin_recipe(make_recipe: Callable[..., Any], tmp_path: Path) -> Path:
     return folder / "recipe.yaml"
 
 
-def test_a_mixer_of_a_plugin_is_trained_and_used(
-    plugin_recipe: Path, tmp_path: Path, forget: Callable[[], None], capsys: Any
-) -> None:
+def test_a_mixer_of_a_plugin_is_trained_and_used(plugin_recipe, tmp_path, forget, capsys):
     assert main(["train", str(plugin_recipe)]) == 0
     run, plugin = tmp_path / "run", plugin_recipe.parent / "doubled.py"
     assert f"(try: latte generate {run} --plugins {plugin})" in capsys.readouterr().out
@@ -96,14 +90,7 @@ def test_a_mixer_of_a_plugin_is_trained_and_used(
 
 @pytest.mark.parametrize("command", ["generate", "chat", "evaluate", "inspect"])
 @pytest.mark.parametrize("file", ["recipe.json", "config.json", "tokenizer_config.json"])
-def test_a_folder_cannot_run_code(
-    make_model: Callable[..., Any],
-    tmp_path: Path,
-    forget: Any,
-    capsys: Any,
-    command: str,
-    file: str,
-) -> None:
+def test_a_folder_cannot_run_code(make_model, tmp_path, forget, capsys, command, file):
     from latte.lab.data.tokenizers import byte_tokenizer
 
     folder, ran = tmp_path / "downloaded", tmp_path / "ran"
@@ -135,9 +122,7 @@ def test_a_folder_cannot_run_code(
         assert ran.exists() and "--plugins" not in capsys.readouterr().err
 
 
-def test_a_plugin_that_was_edited_ends_its_run(
-    plugin_recipe: Path, forget: Callable[[], None], capsys: Any
-) -> None:
+def test_a_plugin_that_was_edited_ends_its_run(plugin_recipe, forget, capsys):
     train = ["train", str(plugin_recipe), "--quiet"]
     assert main([*train, "training.max_minutes=1e-6"]) == 0
     forget()
@@ -147,9 +132,7 @@ def test_a_plugin_that_was_edited_ends_its_run(
     assert "the plugin doubled.py has changed since this run began" in capsys.readouterr().err
 
 
-def test_attention_that_is_code_of_the_hub_is_refused(
-    make_model: Callable[..., Any], tmp_path: Path, capsys: Any
-) -> None:
+def test_attention_that_is_code_of_the_hub_is_refused(make_model, tmp_path, capsys):
     make_model("latte++").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["attn_implementation"] = "someone/kernel"
@@ -167,8 +150,8 @@ def test_attention_that_is_code_of_the_hub_is_refused(
     ],
 )
 def test_a_plugin_that_cannot_be_imported_is_one_line(
-    plugin_recipe: Path, tmp_path: Path, capsys: Any, plugin: str, message: str
-) -> None:
+    plugin_recipe, tmp_path, capsys, plugin, message
+):
     (plugin_recipe.parent / "broken.py").write_text("1 / 0\n", encoding="utf-8")
     text = plugin_recipe.read_text().replace("doubled.py", plugin)
     plugin_recipe.write_text(text, encoding="utf-8")
@@ -178,9 +161,7 @@ def test_a_plugin_that_cannot_be_imported_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_files_are_found_beside_the_recipe_or_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_found_beside_the_recipe_or_here(tmp_path, monkeypatch):
     for folder in ("recipes", "here"):
         (tmp_path / folder).mkdir()
     beside, here = tmp_path / "recipes" / "a.py", tmp_path / "here" / "b.py"
@@ -196,7 +177,7 @@ def test_files_are_found_beside_the_recipe_or_here(
         load_recipe(path, ["plugins=b.py"])
 
 
-def test_a_run_is_identified_by_the_names_of_its_plugins() -> None:
+def test_a_run_is_identified_by_the_names_of_its_plugins():
     values = {"training": {"max_steps": 1}}
     one = recipe_from_dict({**values, "plugins": ["/a/mine.py", "b.c"]})
     moved = recipe_from_dict({**values, "plugins": ["/d/mine.py", "b.c"]})

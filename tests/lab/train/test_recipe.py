@@ -1,7 +1,5 @@
 """Recipes: what is read, what is refused, and in which words."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -21,19 +19,19 @@ SHIPPED = [
 ]
 
 
-def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
+def write(folder, text, name="recipe.yaml"):
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def test_the_recipe_of_a_converted_model_is_whole() -> None:
+def test_the_recipe_of_a_converted_model_is_whole():
     recipe = load_recipe(RECIPES / "conversion/smollm2-kept.yaml")
     assert recipe.steps() == 280 and recipe.conversion.base == "runs/smollm2-layers"
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_recipes_are_whole(name: str) -> None:
+def test_shipped_recipes_are_whole(name):
     from latte.lab.train.run import model_config
 
     recipe = load_recipe(RECIPES / name)
@@ -50,17 +48,7 @@ def test_shipped_recipes_are_whole(name: str) -> None:
         assert len(runs_of(recipe)) == 3 * len(recipe.comparison.presets)
 
 
-def test_openwebtext_takes_every_preset_at_paper_size() -> None:
-    from latte.lab.train.run import model_config
-    from latte.models import PRESETS
-
-    for preset in PRESETS:
-        recipe = load_recipe(RECIPES / "openwebtext.yaml", [f"model.preset={preset}"])
-        config = model_config(recipe, {})
-        assert (config.hidden_size, config.vocab_size) == (768, 50267)
-
-
-def test_overrides_and_bases(tmp_path: Path) -> None:
+def test_overrides_and_bases(tmp_path):
     write(tmp_path, "training: {max_steps: 5, batch_size: 3}\nmodel: {size: small}", "base.yaml")
     path = write(tmp_path, "base: base.yaml\ntraining: {batch_size: 4}")
     recipe = load_recipe(
@@ -79,7 +67,7 @@ def test_overrides_and_bases(tmp_path: Path) -> None:
     ("override", "steps", "tokens"),
     [("training.max_steps=7", 7, None), ("training.max_tokens=9000", None, 9000)],
 )
-def test_a_length_in_one_unit_replaces_the_other(override, steps, tokens) -> None:
+def test_a_length_in_one_unit_replaces_the_other(override, steps, tokens):
     """Every shipped recipe gives tokens; a newcomer overrides steps."""
     training = load_recipe(RECIPES / "demo.yaml", [override]).training
     assert (training.max_steps, training.max_tokens) == (steps, tokens)
@@ -99,7 +87,7 @@ def test_a_home_folder_in_the_output(tmp_path, monkeypatch):
     assert found.output_dir == str(tmp_path / "runs")
 
 
-def test_tokens_are_rounded_up_to_steps(tmp_path: Path) -> None:
+def test_tokens_are_rounded_up_to_steps(tmp_path):
     path = write(tmp_path, "training: {max_tokens: 10001, batch_size: 10}")
     recipe = load_recipe(path, ["data.block_length=100"])
     assert recipe.steps() == 11
@@ -127,28 +115,18 @@ def test_tokens_are_rounded_up_to_steps(tmp_path: Path) -> None:
         ("", ["model.preset"], "expected key=value"),
         ("", ["model.preset.x=3"], "model.preset is a value"),
         ("model: {preset: a}", ["model.preset.x=3"], "model.preset is a value"),
-        (
-            "",
-            ["training.max_steps=9", "training.max_tokens=9"],
-            "exactly one of training.max_steps and training.max_to",
-        ),
+        ("", ["training.max_steps=9", "training.max_tokens=9"], "exactly one of training.max_step"),
         ("- a", [], "expected a mapping"),
         ("a: [", [], "not valid YAML"),
         ("a: " + "[" * 3000, [], "not valid YAML"),
-        (
-            "training: {max_steps: 3}\ntraining: {batch_size: 2}",
-            [],
-            "key 'training' is there twice",
-        ),
+        ("training: {max_steps: 3}\ntraining: {batch_size: 2}", [], "key 'training' is there twic"),
         ("model: {size: tiny, size: small}", [], "the key 'size' is there twice"),
         ("base: missing.yaml", [], "missing.yaml does not exist"),
         ("base: recipe.yaml", [], "its own base"),
         ("base: 3", [], "base: expected a path"),
     ],
 )
-def test_mistakes_are_one_clear_line(
-    tmp_path: Path, text: str, overrides: list[str], message: str
-) -> None:
+def test_mistakes_are_one_clear_line(tmp_path, text, overrides, message):
     if overrides == ["model.preset.x=3"] and not text:
         text = "model: {preset: latte++}"
     text = text or "training: {max_steps: 1}"
@@ -158,19 +136,12 @@ def test_mistakes_are_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_recipe_and_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(LatteError, match="does not exist"):
-        load_recipe(tmp_path / "none.yaml")
-    with pytest.raises(LatteError, match="is a folder"):
-        load_recipe(tmp_path)
-
-
-def test_yaml_reads_numbers_as_people_write_them() -> None:
+def test_yaml_reads_numbers_as_people_write_them():
     values = read_yaml("a: 3e-4\nb: 1e6\nc: -2.5E+3\nd: 12", "here")
     assert values == {"a": 3e-4, "b": 1e6, "c": -2500.0, "d": 12}
 
 
-def test_what_looks_like_a_date_or_a_comment_is_text() -> None:
+def test_what_looks_like_a_date_or_a_comment_is_text():
     tree = read_yaml("a: 2001-02-03\nb: 2001-99-99\nc: {x: &x {k: 1}, y: {<<: *x, k: 2}}", "here")
     assert (tree["a"], tree["b"]) == ("2001-02-03", "2001-99-99")
     assert tree["c"]["y"] == {"k": 2}
@@ -181,15 +152,26 @@ def test_what_looks_like_a_date_or_a_comment_is_text() -> None:
     assert tree["b"] == "[" * 3001
 
 
-def test_override_with_an_empty_value_is_empty_text() -> None:
-    tree: dict = {}
-    apply_override(tree, "output_dir=")
-    assert tree == {"output_dir": ""}
-
-
-def test_identity_leaves_out_what_does_not_change_weights() -> None:
+def test_identity_leaves_out_what_does_not_change_weights():
     base = {"training": {"max_steps": 1}}
     one = build(Recipe, {**base, "output_dir": "a"})
     two = build(Recipe, {"training": {"max_steps": 1, "log_steps": 7}, "output_dir": "b"})
     other = build(Recipe, {"training": {"max_steps": 1, "seed": 1}})
     assert one.identity() == two.identity() != other.identity()
+
+
+def test_a_missing_recipe_and_a_folder(tmp_path):
+    with pytest.raises(LatteError, match="does not exist"):
+        load_recipe(tmp_path / "none.yaml")
+    with pytest.raises(LatteError, match="is a folder"):
+        load_recipe(tmp_path)
+
+
+def test_openwebtext_takes_every_preset_at_paper_size():
+    from latte.lab.train.run import model_config
+    from latte.models import PRESETS
+
+    for preset in PRESETS:
+        recipe = load_recipe(RECIPES / "openwebtext.yaml", [f"model.preset={preset}"])
+        config = model_config(recipe, {})
+        assert (config.hidden_size, config.vocab_size) == (768, 50267)

@@ -1,9 +1,6 @@
 """Scores: summed over tokens, the same at any batching, segmenting and number of processes."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +10,11 @@ from latte.lab.data import byte_tokenizer
 from latte.lab.data.preparing import held_out_text
 from latte.lab.evaluate.lengths import evaluate_lengths, table, write_rows
 from latte.lab.train.recipe import DataSection
-from latte.lab.train.scoring import _share, score
+from latte.lab.train.scoring import score
 
 
 @pytest.fixture(params=["latte-r-swa++", "latte++", "transformer++"])
-def subject(request: Any, make_recipe: Any) -> tuple[Any, Any]:
+def subject(request, make_recipe):
     """(model with large weights, held-out text)."""
     from latte.lab.data.preparing import prepare_text
     from latte.lab.train.run import build_model
@@ -30,9 +27,7 @@ def subject(request: Any, make_recipe: Any) -> tuple[Any, Any]:
     return build_model(recipe, text).eval(), text.held_out(400)
 
 
-def direct(
-    model: Any, text: Any, length: int, part: tuple[int, int] = (0, 10**6)
-) -> tuple[float, int]:
+def direct(model, text, length, part=(0, 10**6)):
     """Window by window, without batches, segments or caches; a part of each window."""
     nll, tokens = 0.0, 0
     for ids, _ in text.documents():
@@ -49,7 +44,7 @@ def direct(
 
 
 @pytest.mark.parametrize("length", [1, 48, 129])
-def test_score_is_the_sum_over_windows(subject: tuple[Any, Any], length: int) -> None:
+def test_score_is_the_sum_over_windows(subject, length):
     model, text = subject
     nll, tokens = direct(model, text, length)
     found = score(model, text, length, segment=32, batch_tokens=300)
@@ -59,9 +54,7 @@ def test_score_is_the_sum_over_windows(subject: tuple[Any, Any], length: int) ->
     assert found.bits_per_byte == pytest.approx(nll / math.log(2) / text.num_bytes, rel=1e-5)
 
 
-def test_logits_of_a_large_vocabulary_are_bounded(
-    subject: tuple[Any, Any], monkeypatch: Any
-) -> None:
+def test_logits_of_a_large_vocabulary_are_bounded(subject, monkeypatch):
     """As many windows side by side as their logits allow, and one at least."""
     model, text = subject
     whole, rows = score(model, text, 48), []
@@ -77,7 +70,7 @@ def test_logits_of_a_large_vocabulary_are_bounded(
     hook.remove()
 
 
-def test_segments_and_batches_change_nothing(subject: tuple[Any, Any]) -> None:
+def test_segments_and_batches_change_nothing(subject):
     model, text = subject
     whole = score(model, text, 200, segment=1000, batch_tokens=200)
     for segment, batch_tokens in ((1, 10_000), (7, 1), (64, 400), (200, 10_000)):
@@ -86,7 +79,7 @@ def test_segments_and_batches_change_nothing(subject: tuple[Any, Any]) -> None:
         assert (found.tokens, found.text_bytes) == (whole.tokens, whole.text_bytes)
 
 
-def test_scores_are_divided_by_position_in_the_window(subject: tuple[Any, Any]) -> None:
+def test_scores_are_divided_by_position_in_the_window(subject):
     model, text = subject
     asked = {"segment": 32, "batch_tokens": 300, "positions": [5, 32, 40, 900]}
     found = score(model, text, 100, **asked)
@@ -99,7 +92,7 @@ def test_scores_are_divided_by_position_in_the_window(subject: tuple[Any, Any]) 
         assert (n, nll) == (tokens, pytest.approx(expected, rel=1e-5))
 
 
-def test_the_model_keeps_its_mode_and_the_random_state(subject: tuple[Any, Any]) -> None:
+def test_the_model_keeps_its_mode_and_the_random_state(subject):
     model, text = subject
     model.train()
     before = torch.random.get_rng_state()
@@ -108,18 +101,7 @@ def test_the_model_keeps_its_mode_and_the_random_state(subject: tuple[Any, Any])
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_processes_share_all_batches_in_equal_rounds() -> None:
-    batches = [{"number": torch.tensor(n)} for n in range(5)]
-    taken = [
-        [(int(batch["number"]), mine) for batch, mine in _share(iter(batches), rank, 3)]
-        for rank in range(3)
-    ]
-    assert [len(rounds) for rounds in taken] == [2, 2, 2]
-    counted = sorted(number for rounds in taken for number, mine in rounds if mine)
-    assert counted == [0, 1, 2, 3, 4]
-
-
-def test_rows_of_all_lengths_score_the_same_tokens(subject: tuple[Any, Any], tmp_path: Any) -> None:
+def test_rows_of_all_lengths_score_the_same_tokens(subject, tmp_path):
     model, text = subject
     rows = evaluate_lengths(model, text, [16, 64], progress=False)
     assert rows[0].tokens == rows[1].tokens and rows[0].text_bytes == rows[1].text_bytes
@@ -138,47 +120,12 @@ def test_rows_of_all_lengths_score_the_same_tokens(subject: tuple[Any, Any], tmp
         evaluate_lengths(model, text, [16], positions=[4, 4])
 
 
-def tensors_in(value: Any, seen: set[int]) -> list[torch.Tensor]:
-    """All tensors that lists, tuples and objects hold, once each."""
-    if id(value) in seen or isinstance(value, str | int | float | type(None)):
-        return []
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        return [value]
-    parts = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
-    return [tensor for part in parts for tensor in tensors_in(part, seen)]
-
-
-def test_memory_is_constant_in_the_length(subject: tuple[Any, Any]) -> None:
-    """Latte's cache after 4 segments is as large as after 1; softmax's grows."""
-    model, _ = subject
-
-    def cache_bytes(segments: int) -> int:
-        cache = None
-        with torch.no_grad():
-            for _ in range(segments):
-                output = model(
-                    input_ids=torch.ones(1, 32, dtype=torch.long),
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-                cache = output.past_key_values
-        return sum(t.numel() * t.element_size() for t in tensors_in(cache.layers, set()))
-
-    one, four = cache_bytes(1), cache_bytes(4)
-    assert one > 0
-    if model.config.mixer == "softmax":
-        assert four > 3 * one
-    else:
-        assert four == one
-
-
-def test_held_out_text_is_that_of_the_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_text_is_that_of_the_run(tmp_path, monkeypatch):
     """Every key of the section that chooses it counts: a dataset's configuration and split."""
     datasets = pytest.importorskip("datasets")
     asked = []
 
-    def load(name: str, config: str, *, split: str, **_: Any) -> Any:
+    def load(name, config, *, split, **_):
         asked.append((name, config, split))
         return datasets.Dataset.from_dict({"story": ["the held-out story"]})
 

@@ -1,8 +1,6 @@
 """Choices of speed: checked before anything starts; they compute the same model, and read nothing
 of the GPU's values."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -17,7 +15,7 @@ from latte.ops import default_backend, use_backend
 from latte.ops.triton_backend import launch
 
 
-def a_recipe(preset: str = "latte-r-swa++", **training: Any) -> Any:
+def a_recipe(preset="latte-r-swa++", **training):
     return recipe_from_dict({"model": {"preset": preset}, "training": {"max_steps": 1, **training}})
 
 
@@ -39,35 +37,6 @@ def test_the_chunked_loss_is_for_own_models(monkeypatch):
     recipe.model.architecture = "llama"
     with pytest.raises(LatteError, match="serves Latte's own models"):
         speed.check_speed(recipe)
-
-
-def test_the_backend_holds_for_the_training_alone():
-    before = default_backend()
-    with speed.chosen_backend(a_recipe(backend="torch")):
-        assert default_backend() == "torch"
-    with speed.chosen_backend(a_recipe(backend="triton")):
-        assert default_backend() == "triton"
-    with speed.chosen_backend(a_recipe()):
-        assert default_backend() == before
-    assert default_backend() == before
-
-
-def test_blocks_are_compiled_for_own_models_alone(monkeypatch):
-    called = []
-    monkeypatch.setattr(
-        "latte.lab.train.speed.compile_blocks", lambda model: called.append("blocks")
-    )
-    model = torch.nn.Linear(1, 1)
-    speed.apply_speed_options(model, a_recipe())
-    assert called == [] and not hasattr(model, "chunked_loss")
-    speed.apply_speed_options(model, a_recipe(chunked_loss=True))
-    assert model.chunked_loss is True
-    speed.apply_speed_options(model, a_recipe(torch_compile=True))
-    assert called == ["blocks"]
-    converted = a_recipe(torch_compile=True)
-    converted.conversion.base = "a base"
-    speed.apply_speed_options(model, converted)
-    assert called == ["blocks"]
 
 
 def make_model(preset="latte-r-swa++", **overrides):
@@ -194,3 +163,14 @@ def test_a_training_step_on_a_gpu_reads_nothing_back(preset, packed, monkeypatch
         with pytest.raises(RuntimeError, match="meta"):
             loss.item()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_backend_holds_for_the_training_alone():
+    before = default_backend()
+    with speed.chosen_backend(a_recipe(backend="torch")):
+        assert default_backend() == "torch"
+    with speed.chosen_backend(a_recipe(backend="triton")):
+        assert default_backend() == "triton"
+    with speed.chosen_backend(a_recipe()):
+        assert default_backend() == before
+    assert default_backend() == before

@@ -5,13 +5,9 @@ folder are not collected, and ``test_interpreted.py`` starts them in a process o
 patched here is patched for these tests alone: the library and ours stay as they are.
 """
 
-from __future__ import annotations
-
 import builtins
 import importlib.util
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -27,23 +23,23 @@ speed_up_interpreter()
 class Index(int):
     """A loop's counter with `.to`, which kernels may call and plain integers lack."""
 
-    def to(self, dtype: Any) -> Any:
+    def to(self, dtype):
         from triton.runtime import interpreter
 
         return interpreter.interpreter_semantic.to_tensor(int(self), False).to(dtype)
 
 
-def indices(*bounds: Any) -> Iterator[Index]:
+def indices(*bounds):
     return map(Index, builtins.range(*map(int, bounds)))
 
 
-def of_the_cpu(decorate: Any) -> Any:
+def of_the_cpu(decorate):
     """A decorator of PyTorch's for autocast, whichever device it is asked for."""
     return lambda *of, device_type, **more: decorate(*of, device_type="cpu", **more)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels_on_a_cpu() -> Iterator[None]:
+def kernels_on_a_cpu():
     """Import the library so that its kernels run in the interpreter."""
     if not (INTERPRETED and FOUND):
         yield
@@ -53,9 +49,7 @@ def kernels_on_a_cpu() -> Iterator[None]:
 
     create = autotuner.Autotuner.__init__
 
-    def take_the_first(
-        self: Any, fn: Any, names: Any, configs: Any, *rest: Any, **more: Any
-    ) -> Any:
+    def take_the_first(self, fn, names, configs, *rest, **more):
         # Timing several needs a GPU.
         create(self, fn, names, configs[:1], *rest, **more)
 
@@ -73,7 +67,7 @@ def kernels_on_a_cpu() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_missing(monkeypatch):
     """Our own code asks for a GPU, since nobody would train in an interpreter."""
     from latte.lab.baselines.catalogue import Baseline
 

@@ -1,7 +1,5 @@
 """Run the tests of this folder under Triton's interpreter, in a process of their own."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
@@ -16,7 +14,7 @@ HERE = Path(__file__).parent
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="these tests run in this process"
 )
-def test_under_the_interpreter() -> None:
+def test_under_the_interpreter():
     if not all(importlib.util.find_spec(library) for library in ("triton", "fla")):
         pytest.skip("needs Triton and flash-linear-attention: pip install '.[gpu,baselines]'")
     environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -6,15 +6,10 @@ change kernels: up to 64 tokens a recurrence, then chunks (RetNet trains in chun
 Shape suffixes: T tokens, H heads, K key width, D value width.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from latte.models.modeling import language_model
@@ -23,15 +18,15 @@ from latte.models.registry import find_model
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-def heads(x: Tensor, number: int = 2) -> Tensor:
+def heads(x, number=2):
     return x.unflatten(-1, (number, -1))
 
 
-def rms_norm(layer: Any, x: Tensor) -> Tensor:
+def rms_norm(layer, x):
     return x * (x.square().mean(-1, keepdim=True) + layer.eps).rsqrt() * layer.weight
 
 
-def gla(layer: Any, x: Tensor) -> Tensor:
+def gla(layer, x):
     """arXiv 2312.06635: S_t = diag(alpha_t) S_{t-1} + k_t v_t^T, o_t = S_t^T q_t / sqrt(K),
     alpha_t = sigmoid(x_t W_1 W_2 + b)^(1/16), y_t = W (RMSNorm(o_t) * swish(x_t W_r)).
     """
@@ -47,7 +42,7 @@ def gla(layer: Any, x: Tensor) -> Tensor:
     return layer.o_proj(y_THD.flatten(1))
 
 
-def retnet(layer: Any, x: Tensor) -> Tensor:
+def retnet(layer, x):
     """arXiv 2307.08621: S_t = gamma S_{t-1} + k_t v_t^T, o_t = S_t^T q_t / sqrt(K) with rotated
     q and k and gamma = 1 - 2^(-5-h), y_t = W (RMSNorm(o_t) * swish(x_t W_G)).
     """
@@ -56,7 +51,7 @@ def retnet(layer: Any, x: Tensor) -> Tensor:
     angles = times[:, None] * 10000.0 ** (-torch.arange(0, width, 2, dtype=x.dtype) / width)
     turn_TK = torch.polar(torch.ones_like(angles), angles)[:, None]
 
-    def rotated(x: Tensor) -> Tensor:
+    def rotated(x):
         turned = torch.complex(*heads(x).chunk(2, -1)) * turn_TK
         return torch.cat([turned.real, turned.imag], -1)
 
@@ -72,7 +67,7 @@ def retnet(layer: Any, x: Tensor) -> Tensor:
     return layer.o_proj(y_THD.flatten(1))
 
 
-def rwkv6(layer: Any, x: Tensor) -> Tensor:
+def rwkv6(layer, x):
     """arXiv 2404.05892 (Finch): o_t = (S_{t-1} + diag(u) k_t v_t^T)^T r_t,
     S_t = diag(w_t) S_{t-1} + k_t v_t^T, w_t = exp(-exp(d_t)),
     y_t = W (GroupNorm(o_t) * swish(g_t)); r, k, v, g and d from mixtures of x_t and x_{t-1} whose
@@ -102,9 +97,7 @@ def rwkv6(layer: Any, x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:According to Bo")
 @pytest.mark.parametrize("length", [7, 70])
 @pytest.mark.parametrize("equations", [gla, retnet, rwkv6])
-def test_a_layer_is_its_papers_equations(
-    equations: Callable[[Any, Tensor], Tensor], length: int
-) -> None:
+def test_a_layer_is_its_papers_equations(equations, length):
     torch.manual_seed(0)
     config = find_model(equations.__name__).config("tiny", **SMALL)
     layer = language_model(config).model.layers[0].attn

@@ -1,10 +1,7 @@
 """The models of flash-linear-attention as our harness builds, trains, keeps and reads them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,46 +16,32 @@ from tests.lab.baselines.training import losses, next_token_loss
 
 NAMES = [name for name, c in BASELINES.items() if c.library == "flash-linear-attention"]
 SMALL = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
+    "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "intermediate_size": 64,
-}
+}  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore:According to Bo")
 
 
-def build(name: str) -> Any:
+def build(name):
     torch.manual_seed(0)
     return language_model(find_model(name).config("tiny", **SMALL))
 
 
-def some_ids(length: int) -> torch.Tensor:
+def some_ids(length):
     return torch.randint(3, 60, (1, length), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "paper", "400m"])
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_match_those_of_transformer(name: str, size: str) -> None:
+def test_parameters_match_those_of_transformer(name, size):
     target = count_parameters(preset_config("transformer++", size))
     found = BASELINES[name].count(find_model(name).config(size))
     assert found == pytest.approx(target, rel=0.03)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_sizes_reach_the_model(name: str) -> None:
-    config = find_model(name).config("tiny", **SMALL, expand_v=1.5)
-    model = language_model(config)
-    shape = (config.vocab_size, config.hidden_size, config.num_hidden_layers, config.num_heads)
-    assert shape == (60, 32, 1, 2)
-    assert model.lm_head.weight is model.get_input_embeddings().weight  # tied, as ours
-    assert config.expand_v == 1.5 and model.model.layers[0].attn.value_dim == 48
-    assert not config.fuse_cross_entropy
-
-
 @pytest.mark.parametrize("length", [40, 70])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_future_cannot_change_the_past(name: str, length: int) -> None:
+def test_the_future_cannot_change_the_past(name, length):
     model, ids = build(name).eval(), some_ids(length)
     other = ids.clone()
     other[:, length - 15 :] = 2
@@ -69,10 +52,10 @@ def test_the_future_cannot_change_the_past(name: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_few_steps_lower_the_loss(name: str) -> None:
+def test_a_few_steps_lower_the_loss(name):
     model, ids = build(name).train(), some_ids(12)
 
-    def loss() -> torch.Tensor:
+    def loss():
         return next_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
 
     found = losses(model, loss, steps=5, rate=1e-2)
@@ -81,7 +64,7 @@ def test_a_few_steps_lower_the_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_autocast_gives_finite_gradients(name: str) -> None:
+def test_autocast_gives_finite_gradients(name):
     """In fp16: of bf16 the interpreter makes nonsense."""
     model, ids = build(name).train(), some_ids(12)
     with torch.no_grad():
@@ -94,7 +77,7 @@ def test_autocast_gives_finite_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_trains_keeps_and_generates(name: str, make_recipe: Any) -> None:
+def test_a_recipe_trains_keeps_and_generates(name, make_recipe):
     from latte.lab.evaluate.checkpoint import load_checkpoint
     from latte.lab.evaluate.generate import generate
     from latte.lab.train.metrics import read_metrics
@@ -114,17 +97,8 @@ def test_a_recipe_trains_keeps_and_generates(name: str, make_recipe: Any) -> Non
     generate(model, tokenizer, "of the", max_new_tokens=2, seed=0, stream=False)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_weights_are_the_same_when_loaded(name: str, tmp_path: Path) -> None:
-    model = build(name)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    for key, value in model.state_dict().items():
-        assert torch.equal(loaded[key], value), key
-
-
 @pytest.mark.parametrize(("name", "kind"), [("mamba", "MambaConfig"), ("mamba2", "Mamba2Config")])
-def test_transformers_mambas_stay_its_own(name: str, kind: str, tmp_path: Path) -> None:
+def test_transformers_mambas_stay_its_own(name, kind, tmp_path):
     """This library has models of the same types, which it registers in their place."""
     import fla.models
 
@@ -153,7 +127,7 @@ def test_transformers_mambas_stay_its_own(name: str, kind: str, tmp_path: Path) 
         ({"is_causal": False}, "'gla' is causal, and cannot do otherwise"),
     ],
 )
-def test_bad_fields_are_one_line(fields: dict[str, Any], message: str) -> None:
+def test_bad_fields_are_one_line(fields, message):
     with pytest.raises(LatteError, match=message) as error:
         find_model("gla").config("tiny", **fields)
     assert "\n" not in str(error.value)
