@@ -15,8 +15,8 @@ import torch
 import transformers
 
 import latte
-from latte import doctor
 from latte.cli import main
+from latte.lab import doctor
 from latte.ops import cpp_backend, default_backend, use_backend
 
 SOURCES = Path(__file__).parents[2] / "src"

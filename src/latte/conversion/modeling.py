@@ -18,10 +18,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from latte.conversion import step
 from latte.conversion.attention import MacchiatoAttention, Tokens
+from latte.conversion.attention_distillation import HOOKS, hook_layer
 from latte.conversion.bases import BASES
 from latte.conversion.config import CONFIGS
 from latte.conversion.step import Table
-from latte.conversion.transfer import HOOKS, hook_layer
 from latte.errors import LatteError
 from latte.layers import MixerState, RMSNorm
 from latte.layers.plan import StepPlan

@@ -3,7 +3,7 @@
 The base runs once over a few rows of text. The inputs of each converted layer are written to one
 file per row (:func:`record`), in half precision. Each layer is then fitted alone
 (:class:`LayerFit`): its targets are computed from its own input, without the base and without
-other layers. The loss is that of :mod:`latte.conversion.transfer`. Queries, keys, values and the
+other layers. The loss is that of :mod:`latte.conversion.attention_distillation`. Queries, keys, values and the
 window's output do not change while the latents are fitted, so they are computed once per row.
 
 Shape suffixes: B batch, T tokens, E hidden size, H query heads, G key/value heads, K head width, S
@@ -24,9 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from latte.conversion.attention import MacchiatoAttention, Projections, Tokens, with_mass
-from latte.conversion.sources import late_latents
-from latte.conversion.step import rotary_tables
-from latte.conversion.transfer import (
+from latte.conversion.attention_distillation import (
     SAMPLE_EVERY,
     Watcher,
     base_output,
@@ -35,6 +33,8 @@ from latte.conversion.transfer import (
     sampled_masses,
     watch,
 )
+from latte.conversion.sources import late_latents
+from latte.conversion.step import rotary_tables
 from latte.layers.latent_input import window_odds
 from latte.layers.state import Piece
 

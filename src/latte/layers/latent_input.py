@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.latent_fields import (
+from latte.layers.checks import check_choice, check_multiple
+from latte.layers.latent_fields import (
     FORGETTING,
     LATENT_INPUTS,
     LatentFields,
     check_half_lives,
     check_probability,
 )
-from latte.layers.checks import check_choice, check_multiple
 from latte.layers.parts import CausalConv1d, Drawn, RMSNorm
 from latte.layers.recurrent import DECAY_RANGE, RGLRU, STEP_KINDS
 from latte.layers.state import MixerState, Piece
 from latte.layers.step import StepState
-from latte.ops import dense
+from latte.ops import decoding
 from latte.ops.step import in_dtype
 
 HALF_LIFE_RANGE = LatentFields.half_life_range
@@ -106,7 +106,7 @@ class LatentInput(Drawn):
             modules = (*gates, rglru, norm)
             weights = state.clock.plan.weights(x_BE, modules, STEP_KINDS, len(x_BE))
             if weights and norm.eps is not None:
-                return dense.rg_lru(x_BE, weights, norm.eps, state.rglru, real)
+                return decoding.rg_lru(x_BE, weights, norm.eps, state.rglru, real)
             return norm(in_dtype(rglru.step(x_BE, state.rglru, real), x_BE.dtype))
         return x_BE
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers.across import ShardedOps, across
-from latte.layers.again import made_again
 from latte.layers.checks import check_input, check_positive
+from latte.layers.context_parallel import ShardedOps, across
 from latte.layers.native import GATED, NORMS, READ, NormKind, linear_maps, native_weights
-from latte.ops import causal_conv1d, dense, pointwise
+from latte.layers.recomputation import made_again
+from latte.ops import causal_conv1d, decoding, pointwise
 from latte.ops.step import conv_step
 from latte.ops.tensors import token_positions as token_positions
 
@@ -107,7 +107,7 @@ class SwiGLU(nn.Module):
         maps = parts["gate_proj"], parts["up_proj"]
         weights = native_weights(x_BTE, maps, (nn.Linear, nn.Linear))
         if weights:
-            return linear_maps(dense.swiglu(x_BTE, *weights), parts["down_proj"])[0]
+            return linear_maps(decoding.swiglu(x_BTE, *weights), parts["down_proj"])[0]
         gate, up = self.gate_proj(x_BTE), self.up_proj(x_BTE)
         product = functools.partial(pointwise.silu_product, gate, up)
         inner = product()
@@ -115,7 +115,7 @@ class SwiGLU(nn.Module):
             return self.down_proj(inner)
 
 
-READ[SwiGLU], GATED[SwiGLU] = (), dense.swiglu
+READ[SwiGLU], GATED[SwiGLU] = (), decoding.swiglu
 
 
 class CausalConv1d(Drawn):

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from latte.latent_fields import LatentFields, check_decay_range
-from latte.layers.across import ShardedOps, across
-from latte.layers.again import made_again
 from latte.layers.checks import check_input, check_multiple
+from latte.layers.context_parallel import ShardedOps, across
+from latte.layers.latent_fields import LatentFields, check_decay_range
 from latte.layers.native import READ, is_hooked
 from latte.layers.parts import Drawn, RMSNorm
+from latte.layers.recomputation import made_again
 from latte.ops import rg_lru
 from latte.ops.step import in_dtype, rg_lru_step
 from latte.ops.tensors import computation_dtype

@@ -377,7 +377,7 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     # forward() divides by num_items_in_batch itself, which Trainer would otherwise not know.
     accepts_loss_kwargs = True
-    # In training, compute the loss in chunks and return no logits (see latte.train.speed).
+    # In training, compute the loss in chunks and return no logits (see latte.lab.train.speed).
     chunked_loss = False
     backbone_class = LatteModel
 

@@ -6,7 +6,7 @@ must have read a real token before. The cache ensures all of this (:mod:`latte.l
 never change and nothing waits for the host, so that a step is one graph for ``torch.compile``.
 
 If there are native CPU kernels (:mod:`latte.ops.cpp_backend`) and no other backend was named, most
-of these ops are one kernel call (the RG-LRU's kernel is in :mod:`latte.ops.dense`). If not, they
+of these ops are one kernel call (the RG-LRU's kernel is in :mod:`latte.ops.decoding`). If not, they
 are a few large tensor operations, because for one token most of the cost of an operation is its
 call. States and sums are fp32 (fp64 for fp64 inputs). Outputs have the dtype of ``v``. ``real``
 (B,) bool is False for rows whose token is padding; None if there is no padding. Padding does not

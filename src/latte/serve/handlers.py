@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from transformers import GenerationConfig
 from transformers.utils import logging
 
+from latte import __version__
 from latte.serve.answers import Answering, Choice, Manager, Question, Wish
 from latte.serve.prompts import Prompt, Prompts
 from latte.serve.requests import (
@@ -30,7 +31,6 @@ from latte.serve.requests import (
 )
 from latte.serve.sampling import Penalties, TokenScore
 from latte.serve.writing import Scored, Spelling, Words
-from latte.version import __version__
 
 logger = logging.get_logger(__name__)
 DONE = "data: [DONE]\n\n"

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from latte.data.tokenizers import REPLACEMENT, token_bytes
+from latte.lab.data.tokenizers import REPLACEMENT, token_bytes
 from latte.serve.sampling import TokenScore
 
 WINDOW = 16  # number of tokens that are decoded together

@@ -9,7 +9,7 @@ from torch.profiler import profile
 from latte.layers import RGLRU, RMSNorm
 from latte.layers.native import native_weights
 from latte.layers.recurrent import STEP_KINDS
-from latte.ops import LatteState, dense, use_backend
+from latte.ops import LatteState, decoding, use_backend
 from latte.ops.step import (
     Ring,
     Sinks,
@@ -41,7 +41,7 @@ def case(dtype=torch.float32, scale=1.0):
         with torch.no_grad():
             weights = native_weights(x, parts, STEP_KINDS)
         if weights:
-            return dense.rg_lru(x, weights, norm.eps, state, real)
+            return decoding.rg_lru(x, weights, norm.eps, state, real)
         return norm(rglru.step(x, state, real).to(dtype))
 
     state, tail = randn(B, E).float(), randn(B, 2, E).to(dtype)

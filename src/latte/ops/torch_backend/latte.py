@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import twice
+from latte.ops import double_backward
 from latte.ops.arguments import LATTE_GRADIENTS, Earlier, Latte, Three
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import LatteState, final_buffers
@@ -589,7 +589,7 @@ def _latte_op(
         returns=["out", "log_mass", "mean"],
         gradients=LATTE_GRADIENTS,
         saves=saves,
-        again=partial(twice.latte, causal=forward is causal),
+        again=partial(double_backward.latte, causal=forward is causal),
     )
 
 

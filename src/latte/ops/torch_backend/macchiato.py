@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latte.ops import twice
+from latte.ops import double_backward
 from latte.ops.arguments import MACCHIATO_GRADIENTS, WINDOW_GRADIENTS, Macchiato, Three
 from latte.ops.custom_ops import differentiable_op
 from latte.ops.state import LateSources, LatteState, SeenSinks, WindowState, final_buffers
@@ -135,7 +135,7 @@ def macchiato_op(
         returns=["out", "log_mass", "mean"],
         gradients=(*MACCHIATO_GRADIENTS, "late_v"),
         saves=saves,
-        again=twice.macchiato,
+        again=double_backward.macchiato,
     )
 
 
