@@ -151,13 +151,13 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
     eager = select(rows, how="eager")
     for size, dtype in dict.fromkeys((row["size"], row["dtype"]) for row in rows):
         own = select(eager, size=size, dtype=dtype)
-        first, rival, weights = (
+        first, baseline, weights = (
             select(own, model=model, context=1000) for model in (LATTE, RIVAL, WEIGHTS)
         )
         last = select(own, model=LATTE, context=100000)
         what = f"decoding, {size}, {dtype}"
         time = "median_ms"
-        goals += ratio(f"{what}, 1000 tokens: time over {RIVAL}'s", 0.9, first, rival, time)
+        goals += ratio(f"{what}, 1000 tokens: time over {RIVAL}'s", 0.9, first, baseline, time)
         if size == "paper":
             goals += ratio(f"{what}: time over streaming the weights", 1.3, first, weights, time)
         goals += ratio(f"{what}: growth of time, 1k to 100k tokens", 1.05, last, first, time)

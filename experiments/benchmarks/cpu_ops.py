@@ -244,11 +244,11 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
         }
         name = f"latents that forget, {mode}: times latte"
         goals += records.worst(name, 1.25, found, False)
-        for rival, text, T, target in (
+        for baseline, text, T, target in (
             ("jax scan", "the jitted scan", GOAL_LENGTH, 3.0 if forward else 5.0),
             ("sdpa", "SDPA", LENGTHS[-1], 20),
         ):
-            ours, theirs = (select(own, side=side, tokens=T) for side in ("latte", rival))
+            ours, theirs = (select(own, side=side, tokens=T) for side in ("latte", baseline))
             name = f"{mode}, T = {T}: times faster than {text}"
             goals += ratio(name, target, theirs, ours, "median_ms", at_least=True)
     return goals

@@ -69,13 +69,13 @@ def goals_of(rows: Sequence[Row]) -> list[Goal]:
     """Throughput by length, memory at 4,096 tokens, calls of the short step."""
     goals = []
     for dtype, T in itertools.product(DTYPES, TARGETS):
-        ours, rival = (select(rows, side=side, dtype=dtype, T=T) for side in (OURS, RIVAL))
+        ours, baseline = (select(rows, side=side, dtype=dtype, T=T) for side in (OURS, RIVAL))
         name = f"training, {dtype}, T = {T}: "
         rates = name + f"tokens/s over {RIVAL}'s"
-        goals += ratio(rates, TARGETS[T], ours, rival, "tokens_per_s", at_least=True)
+        goals += ratio(rates, TARGETS[T], ours, baseline, "tokens_per_s", at_least=True)
         if T == 4096:
             memory = name + f"peak memory over {RIVAL}'s"
-            goals += ratio(memory, 1.0, ours, rival, "peak_process_mb")
+            goals += ratio(memory, 1.0, ours, baseline, "peak_process_mb")
         if T == 256 and dtype == DTYPES[0] and ours:
             text = "training, 4 x 256 tokens at size tiny: ATen calls of a step"
             goals.append(Goal(text, 6000, float(ours[0]["aten_calls"]), False))

@@ -1,7 +1,7 @@
 """Everything that a GPU has to show: first whether the kernels are right, then how fast they are.
 
     python -m experiments.benchmarks.gpu_check [--quick] [--out DIR] [--only NAME...] [--budget SECONDS]
-                                   [--no-rivals]
+                                   [--no-baselines]
     python -m experiments.benchmarks.gpu_check --fill     # Triton's cache, once, before: takes what it takes
 
 Parts, each in a process of its own: ``check``, several groups at a time of
@@ -47,7 +47,7 @@ def command(module: str, at: Place, seconds: float, *more: str) -> list[str]:
     """A part's command line, with this run's place."""
     line = [sys.executable, "-m", module, *more, "--out", str(at.out)]
     line += ["--budget", f"{seconds:.0f}", "--device", str(at.device), "--backend", at.backend]
-    line += [] if at.rivals else ["--no-rivals"]
+    line += [] if at.baselines else ["--no-baselines"]
     return [*line, "--quick"] if at.quick else line
 
 
@@ -66,7 +66,7 @@ def fill(at: Place) -> None:
 
     What the rivals' autotuners choose is forgotten: it was timed beside other work.
     """
-    numbers = range(gpu_ops.WARMING) if at.rivals and not at.quick else ()
+    numbers = range(gpu_ops.WARMING) if at.baselines and not at.quick else ()
     lines = [
         command("experiments.benchmarks.gpu_ops", at, FILLING, "latte", "--warm", str(n))
         for n in numbers

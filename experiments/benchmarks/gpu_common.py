@@ -31,7 +31,7 @@ NO_GPU = 2  # exit code
 OUT_OF_MEMORY = "out of memory"
 TARGETS = "gpu_goals.csv"
 FLUSH_BYTES = 256 * 2**20  # several times the level-2 cache of any GPU
-Call = Callable[[], Any]
+DeviceCall = Callable[[], Any]
 
 
 class Place(NamedTuple):
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     out: Path
     quick: bool
     deadline: float  # of time.monotonic()
-    rivals: bool  # whether kernels of flash-linear-attention are timed too
+    baselines: bool  # whether kernels of flash-linear-attention are timed too
 
     @property
     def cuda(self) -> bool:
@@ -87,7 +87,7 @@ def options(description: str | None, budget: float) -> argparse.ArgumentParser:
     found.add_argument("--device", default="cuda", help="cuda, or cpu to try the script itself")
     found.add_argument("--backend", help="of Latte's ops (default: triton; on a CPU torch)")
     found.add_argument(
-        "--no-rivals",
+        "--no-baselines",
         action="store_true",
         help="leave out flash-linear-attention, whose autotuners compile for many minutes",
     )
@@ -103,8 +103,8 @@ def place(args: argparse.Namespace) -> Place:
     backend = args.backend or ("triton" if device.type == "cuda" else "torch")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     deadline = time.monotonic() + args.budget
-    out, rivals = records.output_folder(args), device.type == "cuda" and not args.no_rivals
-    return Place(device, backend, dtype, out, args.quick, deadline, rivals)
+    out, baselines = records.output_folder(args), device.type == "cuda" and not args.no_baselines
+    return Place(device, backend, dtype, out, args.quick, deadline, baselines)
 
 
 # --- time ------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Stopwatch:
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.ms: list[float] = []
 
-    def time(self, call: Call) -> None:
+    def time(self, call: DeviceCall) -> None:
         if self.device.type != "cuda":
             start = time.perf_counter()
             call()
@@ -168,7 +168,7 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-def replayed(at: Place, name: str, call: Call) -> Call:
+def replayed(at: Place, name: str, call: DeviceCall) -> DeviceCall:
     """The call, which has run before, as a CUDA graph: the host's time is then not measured.
 
     The call itself on a CPU, and where it cannot be captured, which one line says.
@@ -189,7 +189,7 @@ def replayed(at: Place, name: str, call: Call) -> Call:
 
 def measure(
     at: Place,
-    sides: Mapping[Any, Call],
+    sides: Mapping[Any, DeviceCall],
     *,
     budget: float = 1.0,
     rounds: int = 5,

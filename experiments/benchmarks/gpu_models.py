@@ -72,9 +72,9 @@ def add(
     table.add_and_say(row | {"tokens_per_s": round(1e3 * tokens / t.median, 1), **more})
 
 
-def faster(times: dict[str, Times], rival: str, t: Times) -> float | str:
+def faster(times: dict[str, Times], baseline: str, t: Times) -> float | str:
     """How many times faster than the rival; "" where that did not run."""
-    return round(times[rival].median / t.median, 3) if rival in times else ""
+    return round(times[baseline].median / t.median, 3) if baseline in times else ""
 
 
 # --- decoding ----------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def decode(at: gpu.Place) -> None:
     few, many = (1, 2) if at.quick else (1, 64)
     points = [(few, contexts), (many, contexts[:2]), *((many, (c,)) for c in contexts[2:])]
     for B, together in at.while_time(points):
-        calls: dict[tuple[str, int, str], gpu.Call] = {}
+        calls: dict[tuple[str, int, str], gpu.DeviceCall] = {}
         sizes: dict[tuple[str, int, str], Row] = {}
         for context, (name, kind) in itertools.product(together, STEPS.items()):
             if name == LLAMA and context > LONGEST_OF_RIVAL:
@@ -301,9 +301,9 @@ def training_goals(rows: Sequence[Row]) -> list[Goal]:
     rows = sorted(rows, key=lambda row: -row["tokens_per_s"])
     goals = []
     for T, target in TARGETS.items():
-        ours, rival = (select(rows, T=T, side=side) for side in (OURS, RIVAL))
+        ours, baseline = (select(rows, T=T, side=side) for side in (OURS, RIVAL))
         name = f"training, T = {T}: tokens/s over {RIVAL}'s"
-        goals += ratio(name, target, ours, rival, "tokens_per_s", at_least=True)
+        goals += ratio(name, target, ours, baseline, "tokens_per_s", at_least=True)
     for row in select(rows, T=4096, side=OURS)[:1]:
         if row["mfu"] != "":
             note = "compiled" if row["compiled"] else "not compiled"

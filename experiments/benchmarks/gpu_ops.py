@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.benchmarks import gpu_common as gpu
-from experiments.benchmarks.gpu_rivals import (
+from experiments.benchmarks.gpu_baselines import (
     Op,
-    latte_rivals,
-    rg_lru_rivals,
+    latte_baselines,
+    rg_lru_baselines,
 )
 from experiments.benchmarks.records import (
     FLOORS,
@@ -161,7 +161,7 @@ def memory_of(at: gpu.Place, side: OpCall) -> Row:
 
 
 def over(
-    rows: Sequence[Row], side: str, rivals: Sequence[str], column: str = "median_ms"
+    rows: Sequence[Row], side: str, baselines: Sequence[str], column: str = "median_ms"
 ) -> dict[str, float]:
     """The best rival's over the side's, by size."""
     sized: dict[str, dict[str, float]] = {}
@@ -169,9 +169,9 @@ def over(
         size = ", ".join(f"{name} = {row[name]}" for name in ("L", "D", "B", "T") if name in row)
         sized.setdefault(size, {})[row["side"]] = row[column]
     return {
-        size: min(found[r] for r in rivals if r in found) / found[side]
+        size: min(found[r] for r in baselines if r in found) / found[side]
         for size, found in sized.items()
-        if side in found and any(r in found for r in rivals)
+        if side in found and any(r in found for r in baselines)
     }
 
 
@@ -181,7 +181,7 @@ def inverse(found: Mapping[str, float]) -> dict[str, float]:
 
 # --- latte -----------------------------------------------------------------------------------
 
-LATTE, LATTE_RIVALS = "latte", ("chunk_lightnet", "chunk_gla")
+LATTE, LATTE_BASELINES = "latte", ("chunk_lightnet", "chunk_gla")
 WIDTHS = ((32, 64), (16, 64), (32, 128), (16, 128), (32, 256), (16, 256))
 FORGETTING = {"forgets 1/64": 1 / 64, "forgets 1/4": 1 / 4}
 T_OF_ERRORS = 1024
@@ -213,8 +213,8 @@ def latte_point(at: gpu.Place, B: int, T: int, L: int, D: int, sigma: float = 1.
             g = at.normal(B, T, H, L, seed=4, dtype=torch.float32).square()
             for name, mean in FORGETTING.items():
                 sides[name] = OpCall(op, [*inputs, -mean * g], dy, f"latte, forgetting, {case}")
-        rivals = latte_rivals() if at.rivals else {}
-        sides |= {name: OpCall(rival, inputs, dy) for name, rival in rivals.items()}
+        baselines = latte_baselines() if at.baselines else {}
+        sides |= {name: OpCall(baseline, inputs, dy) for name, baseline in baselines.items()}
     return Point({"B": B, "T": T, "H": H, "L": L, "D": D, "sigma": sigma}, sides, B * T / TOKENS)
 
 
@@ -253,10 +253,10 @@ def errors(at: gpu.Place) -> list[Goal]:
             }
             table.add_and_say({"side": name, "L": L, "D": D, **found})
     wrong = {row["side"]: row for row in table.rows}
-    rivals = [wrong[r] for r in LATTE_RIVALS if r in wrong]
-    if LATTE not in wrong or not rivals:
+    baselines = [wrong[r] for r in LATTE_BASELINES if r in wrong]
+    if LATTE not in wrong or not baselines:
         return []
-    found = {n: wrong[LATTE][n] / min(r[n] for r in rivals) for n in columns}
+    found = {n: wrong[LATTE][n] / min(r[n] for r in baselines) for n in columns}
     return worst("latte: largest error over the best rival's", 1.0, found, False)
 
 
@@ -264,14 +264,14 @@ def latte_goals(mode: str, rows: Sequence[Row]) -> list[Goal]:
     """The worst size of each goal; goals that compare need a rival that ran."""
     rows = select(rows, sigma=1.0)
     name = f"latte {mode}: times faster than the best rival, worst size"
-    goals = worst(name, 2.0, over(rows, LATTE, LATTE_RIVALS), True)
+    goals = worst(name, 2.0, over(rows, LATTE, LATTE_BASELINES), True)
     if mode == MODES[0]:
         shares = {
             f"L = {r['L']}, D = {r['D']}, B = {r['B']}": r["of_copy"]
             for r in select(rows, side=LATTE)
         }
         return goals + worst("latte forward: share of copy bandwidth", 0.6, shares, True)
-    saved = inverse(over(rows, LATTE, LATTE_RIVALS, "saved_mb"))
+    saved = inverse(over(rows, LATTE, LATTE_BASELINES, "saved_mb"))
     return goals + worst("latte: saved activations over a rival's", 1 / 3, saved, False)
 
 
@@ -404,7 +404,7 @@ def converted_goals(mode: str, rows: Sequence[Row]) -> list[Goal]:
 # --- the RG-LRU and the convolution --------------------------------------------------------------
 
 E, TAPS = 768, 3
-RIVALS = {"rg_lru": ("chunk_hgrn", "chunk_hgrn, compiled gates"), "conv": ("conv1d",)}
+BASELINES = {"rg_lru": ("chunk_hgrn", "chunk_hgrn, compiled gates"), "conv": ("conv1d",)}
 
 
 def conv1d(x_BTE: Tensor, weight_EK: Tensor, bias_E: Tensor) -> Tensor:
@@ -418,7 +418,7 @@ def rglru_sizes(quick: bool) -> list[tuple[Any, ...]]:
     """(B, T, E, op)."""
     tokens, width = (128, 16) if quick else (TOKENS, E)
     batches = (1, 2) if quick else BATCHES
-    return [(B, tokens // B, width, op) for B in batches for op in RIVALS]
+    return [(B, tokens // B, width, op) for B in batches for op in BASELINES]
 
 
 def rglru_point(at: gpu.Place, B: int, T: int, width: int, op: str) -> Point:
@@ -427,21 +427,21 @@ def rglru_point(at: gpu.Place, B: int, T: int, width: int, op: str) -> Point:
     function: Callable[..., Any] = rg_lru if op == "rg_lru" else causal_conv1d
     if op == "rg_lru":
         inputs = [x, r, i, at.normal(width, seed=4) - 4.0]
-        rivals = rg_lru_rivals() if at.rivals else {}
+        baselines = rg_lru_baselines() if at.baselines else {}
     else:
         inputs = [x, at.normal(width, TAPS, seed=5), at.normal(width, seed=6)]
-        rivals = {"conv1d": conv1d}
+        baselines = {"conv1d": conv1d}
     sides = {op: OpCall(ours(function, backend=at.backend), inputs, dy, op)}
-    sides |= {name: OpCall(rival, inputs, dy) for name, rival in rivals.items()}
+    sides |= {name: OpCall(baseline, inputs, dy) for name, baseline in baselines.items()}
     return Point({"op": op, "B": B, "T": T, "E": width}, sides, B * T * width / (TOKENS * 2048))
 
 
 def rglru_goals(mode: str, rows: Sequence[Row]) -> list[Goal]:
     """At least the speed of the fastest rival, at the worst size."""
     goals = []
-    for op, rivals in RIVALS.items():
+    for op, baselines in BASELINES.items():
         name = f"{op} {mode}: times faster than the best rival, worst size"
-        goals += worst(name, 1.0, over(select(rows, op=op), op, rivals), True)
+        goals += worst(name, 1.0, over(select(rows, op=op), op, baselines), True)
     return goals
 
 

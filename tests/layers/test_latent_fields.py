@@ -33,7 +33,7 @@ HOME = ROOT / "src/latte/layers/latent_fields.py"
 ROOMS = ("cli", "conversion", "models", "rivals", "train")
 PLACES = [path for room in ROOMS for path in sorted((ROOT / "src/latte" / room).rglob("*.py"))]
 PLACES += [ROOT / "docs/tables.py"]
-COMPARATORS = ROOT / "src/latte/lab/baselines/config.py"  # models without latents and window
+BASELINES = ROOT / "src/latte/lab/baselines/config.py"  # models without latents and window
 DECLARED = {each.name: each for each in options_of(ConversionOptions)}
 DECLARED |= dict.fromkeys(("local_window", "sliding_window"), DECLARED["window"])
 
@@ -79,7 +79,7 @@ def written_again(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [p for p in PLACES if p != COMPARATORS], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [p for p in PLACES if p != BASELINES], ids=lambda p: p.stem)
 def test_no_other_file_has_a_default_or_a_meaning(path):
     # `apply_latents` has them for further layers, and for other windows than the file's.
     used_alone = {"default of keep_layers", "default of kept_window", "default of window"}

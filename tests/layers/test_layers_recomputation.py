@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from latte.layers import LatteAttention
-from latte.layers.recomputation import made_again
+from latte.layers.recomputation import recomputed
 from latte.layers.recurrent import BlockDiagonalLinear
 
 
@@ -67,7 +67,7 @@ def test_only_what_is_named_is_made_again_and_others_hooks_go_first():
 
     def run():
         y = double()
-        with made_again((y, double)):
+        with recomputed((y, double)):
             z = y.exp() * y.view(3, 1).sin().view(3) * y.tanh().cos()
         return torch.autograd.grad(z.sum(), x)[0]
 

@@ -191,7 +191,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         if inputs.buffers is None:
             raise ValueError("step: expected inputs with the buffers of a step, got none")
         model: Any = self
-        x_BE, plan = inputs.x_BTE[:, 0], inputs.buffers[0].clock.plan
+        x_BE, plan = inputs.x_BTE[:, 0], inputs.buffers[0].step_context.plan
         rotations = step.rotations_of(model, x_BE, inputs.positions())
         layers = plan.layers or self.make_step_plan().layers
         layers = layers[: model.config.num_hidden_layers]

@@ -52,7 +52,7 @@ class Recorder(Watcher):
 
 
 def record(
-    model: Any, rows: Iterable[Tensor], folder: Path, told: Callable[[int], None] = lambda _: None
+    model: Any, rows: Iterable[Tensor], folder: Path, on_row: Callable[[int], None] = lambda _: None
 ) -> list[Path]:
     """Run the base over rows of tokens. Write one file per row, of bf16 tensors named by layer.
 
@@ -78,7 +78,7 @@ def record(
             save_file(half, part)
             part.rename(file)
         files.append(file)
-        told(number + 1)
+        on_row(number + 1)
     return files
 
 

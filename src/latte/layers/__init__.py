@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     )
     from latte.layers.recurrent import RGLRU, BlockDiagonalLinear
     from latte.layers.state import MixerState, Piece
-    from latte.layers.step import Clock, StepState
+    from latte.layers.step import StepContext, StepState
 
 __all__ = [
     "GELUMLP",
     "RGLRU",
     "BlockDiagonalLinear",
     "CausalConv1d",
-    "Clock",
+    "StepContext",
     "GatedMacchiato",
     "LatentInput",
     "LatentLogits",

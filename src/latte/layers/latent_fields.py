@@ -2,7 +2,7 @@
 
 ``LatteConfig``, the configurations of converted models, :func:`latte.conversion.convert`, the
 section `conversion` of recipes, ``latte convert`` and the tables of the reference pages take them
-from here. A class that needs another default says so with :func:`again`. Torch is never imported.
+from here. A class that needs another default says so with :func:`with_default`. Torch is never imported.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def option(
     return field(default=default, metadata={"help": help, "check": check, "none": none})
 
 
-def again(kind: Any, name: str, default: Any) -> Any:
+def with_default(kind: Any, name: str, default: Any) -> Any:
     """An option of a base class with another default."""
     return field(default=default, metadata=kind.__dataclass_fields__[name].metadata)
 
@@ -189,7 +189,7 @@ class LatentFields:
 class ConvertedFields(LatentFields):
     """Options that a converted model's configuration and a new conversion have."""
 
-    window_probability: float = again(LatentFields, "window_probability", 0.95)
+    window_probability: float = with_default(LatentFields, "window_probability", 0.95)
     # arXiv 2309.17453. Their distance is at most that of the window's edge.
     num_sinks: int = option(
         0, "number of first tokens that stay visible to the window", partial(check_whole, least=0)
@@ -218,11 +218,11 @@ class ConversionOptions(ConvertedFields):
     The configuration's are those of models that were saved before an option existed.
     """
 
-    num_latents: int | None = again(ConvertedFields, "num_latents", None)
-    latent_input: LatentInput = again(ConvertedFields, "latent_input", "none")
-    num_sinks: int = again(ConvertedFields, "num_sinks", 4)
-    delay_latents: bool = again(ConvertedFields, "delay_latents", True)
-    joint_softmax: bool = again(ConvertedFields, "joint_softmax", True)
+    num_latents: int | None = with_default(ConvertedFields, "num_latents", None)
+    latent_input: LatentInput = with_default(ConvertedFields, "latent_input", "none")
+    num_sinks: int = with_default(ConvertedFields, "num_sinks", 4)
+    delay_latents: bool = with_default(ConvertedFields, "delay_latents", True)
+    joint_softmax: bool = with_default(ConvertedFields, "joint_softmax", True)
     window: int = window_option()
     keep_layers: Sequence[int] = option(
         (), "layers that keep the base's attention, by number from 0", none="none"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from latte.layers.native import ACTIVATIONS, GATED, NORMS, is_hooked, native_weights
-from latte.layers.parts import Drawn
+from latte.layers.parts import InitializedModule
 from latte.ops import decoding
 
 
@@ -53,7 +53,7 @@ def stepped_over(module: nn.Module) -> Iterator[nn.Module]:
     yield module
     names = getattr(module, "stepped", ())
     for name, child in module._modules.items():
-        if child is not None and (name in names or isinstance(child, Drawn)):
+        if child is not None and (name in names or isinstance(child, InitializedModule)):
             yield from stepped_over(child)
 
 

@@ -22,7 +22,7 @@ class SavedMaker(NamedTuple):
 
 
 @contextlib.contextmanager
-def made_again(*pairs: tuple[Tensor, Callable[[], Tensor]]) -> Iterator[None]:
+def recomputed(*pairs: tuple[Tensor, Callable[[], Tensor]]) -> Iterator[None]:
     """Within the block, autograd saves functions in place of these tensors.
 
     Each pair is a contiguous tensor and a function that computes the same tensor, bit by bit, from

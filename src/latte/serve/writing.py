@@ -206,9 +206,9 @@ class Writer:
         del self._held[:count]
         self.length += len(text)
         if self.reason is not None and not cut:
-            told = len(self._scored)
+            ready = len(self._scored)
         else:
             later = (i for i, one in enumerate(self._scored) if one.offset >= self.length)
-            told = next(later, len(self._scored))
-        scored, self._scored = self._scored[:told], self._scored[told:]
+            ready = next(later, len(self._scored))
+        scored, self._scored = self._scored[:ready], self._scored[ready:]
         return Piece(text, scored)

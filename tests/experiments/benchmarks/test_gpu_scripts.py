@@ -6,7 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.benchmarks import figures, gpu_check, gpu_common, gpu_models, gpu_ops, gpu_rivals
+from experiments.benchmarks import (
+    figures,
+    gpu_baselines,
+    gpu_check,
+    gpu_common,
+    gpu_models,
+    gpu_ops,
+)
 from experiments.benchmarks.records import MODES, read_rows
 from latte.lab.machine import Times
 from latte.ops import causal_conv1d, latte_attention, rg_lru
@@ -81,7 +88,7 @@ def test_expected_is_counted_from_machine_code(tmp_path, monkeypatch):
             assert found == pytest.approx(us / 2e3, abs=1e-4)
     assert gpu_ops.expected_ms(at, "latte, L = 7, D = 7", MODES[0], 1.0) == ""
     cases = {r["case"] for r in read_rows(gpu_ops.FLOORS)}
-    wanted = {f"latte, L = {L}, D = {D}" for L, D in gpu_ops.WIDTHS} | {*gpu_ops.RIVALS}
+    wanted = {f"latte, L = {L}, D = {D}" for L, D in gpu_ops.WIDTHS} | {*gpu_ops.BASELINES}
     assert cases >= wanted | {f"macchiato, L = {gpu_ops.L}, D = {gpu_ops.K}"}
     assert "latte, forgetting, L = {}, D = {}".format(*gpu_ops.WIDTHS[0]) in cases
 
@@ -364,10 +371,10 @@ def test_a_side_that_cannot_run_is_told_and_the_others_go_on(tmp_path, capsys):
 
 
 def test_flash_linear_attention_missing_is_one_line_each(monkeypatch, capsys):
-    gpu_rivals.find.cache_clear()
+    gpu_baselines.find.cache_clear()
     for name in ("fla", "fla.ops", "fla.ops.lightnet", "fla.ops.gla", "fla.ops.hgrn"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert gpu_rivals.latte_rivals() == gpu_rivals.rg_lru_rivals() == {}
+    assert gpu_baselines.latte_baselines() == gpu_baselines.rg_lru_baselines() == {}
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and all("is left out" in line for line in lines)
 
@@ -385,10 +392,12 @@ def gated_linear_attention(q, k, v, g, scale):
 def test_gla_with_these_gates_is_latte(monkeypatch):
     q, k, v = (torch.randn(2, 19, 2, n) for n in (3, 3, 5))
     monkeypatch.setattr(
-        gpu_rivals, "find", lambda module, name: gated_linear_attention if "gla" in name else None
+        gpu_baselines,
+        "find",
+        lambda module, name: gated_linear_attention if "gla" in name else None,
     )
     want, _ = latte_attention(q, k, v)
-    torch.testing.assert_close(gpu_rivals.latte_rivals()["chunk_gla"](q, k, v), want)
+    torch.testing.assert_close(gpu_baselines.latte_baselines()["chunk_gla"](q, k, v), want)
 
 
 def hgrn(x, g):
@@ -403,6 +412,6 @@ def hgrn(x, g):
 def test_hgrn_with_these_inputs_is_the_rg_lru(monkeypatch):
     x, r, i = (torch.randn(2, 19, 4) for _ in range(3))
     theta = torch.randn(4)
-    monkeypatch.setattr(gpu_rivals, "find", lambda module, name: hgrn)
+    monkeypatch.setattr(gpu_baselines, "find", lambda module, name: hgrn)
     want, _ = rg_lru(x, r, i, theta)
-    torch.testing.assert_close(gpu_rivals.rg_lru_rivals()["chunk_hgrn"](x, r, i, theta), want)
+    torch.testing.assert_close(gpu_baselines.rg_lru_baselines()["chunk_hgrn"](x, r, i, theta), want)

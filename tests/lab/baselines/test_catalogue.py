@@ -30,7 +30,7 @@ from experiments.lra.pairs import check_pairs
 from latte.errors import LatteError
 from latte.lab.baselines import dropout
 from latte.lab.baselines.__main__ import main
-from latte.lab.baselines.catalogue import COMPARATORS, Comparator
+from latte.lab.baselines.catalogue import BASELINES, Baseline
 from latte.lab.train.metrics import read_metrics
 from latte.lab.train.trainer import LatteTrainer, decayed_names
 from latte.models import count_parameters, preset_config
@@ -49,11 +49,11 @@ SMALL = {
     "sliding_window": 8,
     "max_position_embeddings": 64,
 }
-HERE = [name for name, comparator in COMPARATORS.items() if not comparator.missing()]
-CAUSAL = [name for name in HERE if COMPARATORS[name].causal]
-READS_BOTH_WAYS = [name for name in HERE if not COMPARATORS[name].causal]
-OF_TRANSFORMERS = [name for name in CAUSAL if COMPARATORS[name].library == "transformers"]
-ON_A_GPU = [name for name, c in COMPARATORS.items() if c.library == "flash-linear-attention"]
+HERE = [name for name, comparator in BASELINES.items() if not comparator.missing()]
+CAUSAL = [name for name in HERE if BASELINES[name].causal]
+READS_BOTH_WAYS = [name for name in HERE if not BASELINES[name].causal]
+OF_TRANSFORMERS = [name for name in CAUSAL if BASELINES[name].library == "transformers"]
+ON_A_GPU = [name for name, c in BASELINES.items() if c.library == "flash-linear-attention"]
 
 
 def comparator_config(name: str, size: str = "tiny", **overrides: Any) -> Any:
@@ -73,7 +73,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", HERE)
 def test_parameters_match_those_of_transformer(name: str, size: str) -> None:
     target = count_parameters(preset_config("transformer++", size))
-    found = COMPARATORS[name].count(comparator_config(name, size))
+    found = BASELINES[name].count(comparator_config(name, size))
     assert found == pytest.approx(target, rel=0.03)
 
 
@@ -81,11 +81,11 @@ def test_parameters_match_those_of_transformer(name: str, size: str) -> None:
 def test_sizes_hold_for_transformer_and_comparator_alike(name: str) -> None:
     config = comparator_config(name, **SMALL)
     assert (config.vocab_size, config.hidden_size) == (300, 32)
-    if COMPARATORS[name].matched == "intermediate_size":
+    if BASELINES[name].matched == "intermediate_size":
         assert config.num_hidden_layers == 3
     wider = comparator_config(name, **{**SMALL, "intermediate_size": 256})
     target = count_parameters(preset_config("transformer++", **{**SMALL, "intermediate_size": 256}))
-    assert COMPARATORS[name].count(wider) == pytest.approx(target, rel=0.2)
+    assert BASELINES[name].count(wider) == pytest.approx(target, rel=0.2)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -183,7 +183,7 @@ def test_dropout_is_where_ours_is(name: str, monkeypatch: Any) -> None:
     assert not torch.equal(wanted[:, -1], logits(plain, others)[:, -1])
     for rate in ("hidden_dropout", "embedding_dropout"):
         model = build(name, **{rate: 0.25}).eval()
-        COMPARATORS[name].add_dropout(model)
+        BASELINES[name].add_dropout(model)
         assert torch.equal(logits(model, ids), wanted) and not rates
         model.train()
         found = logits(model, ids)
@@ -194,7 +194,7 @@ def test_dropout_is_where_ours_is(name: str, monkeypatch: Any) -> None:
         else:  # all tokens are alike
             assert torch.equal(found[0], found[1])
         rates.clear()
-    COMPARATORS[name].add_dropout(plain)
+    BASELINES[name].add_dropout(plain)
     logits(plain.train(), ids)
     assert not rates
 
@@ -420,7 +420,7 @@ def test_a_model_says_itself_whether_it_carries_a_state() -> None:
     assert not carries_state(build("s5")) and not carries_state(build("griffin"))
     config = preset_config("latte++", **{**SMALL, "num_latents": 8, "sliding_window": None})
     assert carries_state(LatteForCausalLM(config)) and carries_state(object())
-    assert entry_of_type("recurrent_gemma") is COMPARATORS["griffin"]
+    assert entry_of_type("recurrent_gemma") is BASELINES["griffin"]
     assert entry_of_type("latte") is None and entry_of_type("llama") is None
 
 
@@ -449,7 +449,7 @@ def test_what_cannot_be_trained_says_why_before_anything_is_written(
     from latte.models import registry
 
     # Without the models of plugins that other tests have imported.
-    monkeypatch.setattr(registry, "_models", dict(COMPARATORS))
+    monkeypatch.setattr(registry, "_models", dict(BASELINES))
     recipe = make_recipe()
     recipe.model.preset = "longformer"
     with pytest.raises(LatteError, match="'longformer' reads both ways: .* no language model"):
@@ -517,7 +517,7 @@ class OldStyleModel(PreTrainedModel):
 
 def test_a_library_that_registers_its_models_when_imported(monkeypatch: Any) -> None:
     """The way to flash-linear-attention's models, with one of its shape in their place."""
-    monkeypatch.setattr(Comparator, "missing", lambda _: None)
+    monkeypatch.setattr(Baseline, "missing", lambda _: None)
     configs, models = CONFIG_MAPPING._extra_content, MODEL_FOR_CAUSAL_LM_MAPPING._extra_content
 
     real_import = importlib.import_module
@@ -534,7 +534,7 @@ def test_a_library_that_registers_its_models_when_imported(monkeypatch: Any) -> 
         config = comparator_config("gla", **SMALL, expand_k=1.0)
         assert (config.num_heads, config.expand_k, config.fuse_cross_entropy) == (4, 1.0, False)
         target = count_parameters(preset_config("transformer++", **SMALL))
-        assert COMPARATORS["gla"].count(config) == pytest.approx(target, rel=0.1)
+        assert BASELINES["gla"].count(config) == pytest.approx(target, rel=0.1)
         with pytest.raises(LatteError, match="unknown field 'expand_q' of comparator 'gla'"):
             comparator_config("gla", expand_q=1.0)
     finally:
@@ -545,7 +545,7 @@ def test_a_library_that_registers_its_models_when_imported(monkeypatch: Any) -> 
 @pytest.mark.parametrize("name", ON_A_GPU)
 def test_on_a_gpu(name: str) -> None:
     """Causality, and a loss that falls, of the models whose kernels are written in Triton."""
-    if lacks := COMPARATORS[name].missing():
+    if lacks := BASELINES[name].missing():
         pytest.skip(f"needs {lacks}")
     model = build(name, hidden_size=64).cuda().train()
     ids = torch.randint(3, 20, (2, 128), device="cuda")
@@ -566,7 +566,7 @@ def test_on_a_gpu(name: str) -> None:
 def test_the_table_prints_what_there_is(capsys: Any) -> None:
     assert main(["tiny"]) == 0
     out = capsys.readouterr().out
-    assert all(f"`{name}`" in out for name in COMPARATORS)
+    assert all(f"`{name}`" in out for name in BASELINES)
     assert main(["huge"]) == 2
     told = capsys.readouterr()
     assert told.out == "" and "expected one of the sizes tiny" in told.err

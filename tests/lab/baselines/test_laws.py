@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from latte.lab.baselines.base import ComparatorMixer
+from latte.lab.baselines.base import BaselineMixer
 from latte.lab.baselines.low_rank import Linformer, Luna
 from latte.lab.baselines.mega import Mega
 from latte.lab.baselines.state_spaces import H3, S5
@@ -160,4 +160,4 @@ def test_bad_sizes_are_one_line(make, message):
 
 def test_the_base_is_no_layer():
     with pytest.raises(TypeError, match="must define _mix"):
-        ComparatorMixer(4)(torch.zeros(1, 2, 4))
+        BaselineMixer(4)(torch.zeros(1, 2, 4))

@@ -225,7 +225,7 @@ def steps(draw: Draw) -> list[Tensor]:
     if draw.often():
         keys = draw.written(B, G, n, K), draw.written(B, G, n, D)
         position = torch.tensor([draw.random.randrange(W + n + 2) for _ in range(B)])
-        sinks = step.Sinks(*keys, position, rotary() if draw.often() else None)
+        sinks = step.StepSinks(*keys, position, rotary() if draw.often() else None)
     pending = draw.written(B, H, W, L) if draw.often() else None
     local = {"scale": 0.3, "softcap": draw.one(None, 3.0), "sinks": sinks}
     local["rotary"] = rotary() if draw.often() else None

@@ -12,7 +12,7 @@ from latte.layers.recurrent import STEP_KINDS
 from latte.ops import LatteState, decoding, use_backend
 from latte.ops.step import (
     Ring,
-    Sinks,
+    StepSinks,
     conv_step,
     latte_step,
     macchiato_step,
@@ -159,7 +159,7 @@ def sized(size, dtype, to=None, rows=slice(None)):
     found = []
     for delayed in (False, True):
         ring = Ring(numbers(B, G, W, K, seed=6), numbers(B, G, W, D, seed=7), mask.clone())
-        sinks = Sinks(numbers(B, G, n, K, seed=8), numbers(B, G, n, D, seed=9), position)
+        sinks = StepSinks(numbers(B, G, n, K, seed=8), numbers(B, G, n, D, seed=9), position)
         latents = numbers(B, H, L, seed=10, state=True), numbers(B, H, L, D, seed=11, state=True)
         pending = numbers(B, H, W, L, seed=12) if delayed else None
         given = (latent_q, latent_k, q, k, v, *latents, ring, slot, real)

@@ -4,8 +4,8 @@ Importing this module registers the names (:mod:`latte.models.registry`). ``impo
 import it. It is imported when a program first uses a name that is not one of Latte's own.
 """
 
-from latte.lab.baselines.catalogue import COMPARATORS
+from latte.lab.baselines.catalogue import BASELINES
 from latte.models.registry import register_model
 
-for _comparator in COMPARATORS.values():
-    register_model(_comparator)
+for _baseline in BASELINES.values():
+    register_model(_baseline)

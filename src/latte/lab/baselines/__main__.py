@@ -6,7 +6,7 @@ import sys
 
 from transformers.utils import logging
 
-from latte.lab.baselines.catalogue import COMPARATORS
+from latte.lab.baselines.catalogue import BASELINES
 from latte.models import SIZES, count_parameters, preset_config
 
 
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     print("| name | library | paper | causal | parameters | to `transformer++` |")
     print("|---|---|---|---|---:|---:|")
     print(f"| `transformer++` | latte | | yes | {target / 1e6:.2f}M | 1 |")
-    for name, comparator in COMPARATORS.items():
+    for name, comparator in BASELINES.items():
         line = f"| `{name}` | {comparator.library} | arXiv {comparator.paper} |"
         line += f" {'yes' if comparator.causal else 'no'} |"
         if lacks := comparator.missing():

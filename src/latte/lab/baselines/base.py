@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from latte.layers.checks import check_input, check_positive
-from latte.layers.parts import Drawn
+from latte.layers.parts import InitializedModule
 from latte.ops.tensors import full_precision
 
 
-class ComparatorMixer(Drawn):
+class BaselineMixer(InitializedModule):
     """Base of the comparators' layers: ``forward(x, key_mask) -> update``, whole sequences only.
 
     There is no state for later calls. Packed sequences are not supported: each row is a sequence. A

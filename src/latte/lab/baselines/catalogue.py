@@ -50,7 +50,7 @@ SIZE_FIELDS = (
 
 
 @dataclass(frozen=True)
-class Comparator(ModelEntry):
+class Baseline(ModelEntry):
     """One model of the tables.
 
     Attributes:
@@ -306,12 +306,12 @@ def _ours(mixer: str, **fields: Any) -> Callable[[Any], Fields]:
 
 _PLACES = {"position": "sinusoidal"}  # attention alone ignores the order of tokens
 _ALL = (
-    Comparator("griffin", "recurrent_gemma", library=_HF, paper="2402.19427", fields=_griffin),
-    Comparator("mamba", "mamba", library=_HF, paper="2312.00752", fields=_mamba, matched=_DEPTH),
-    Comparator("mamba2", "mamba2", library=_HF, paper="2405.21060", fields=_mamba2, matched=_DEPTH),
-    Comparator("rwkv4", "rwkv", library=_HF, paper="2305.13048", fields=_rwkv4),
-    Comparator("lightning", "minimax", library=_HF, paper="2401.04658", fields=_lightning),
-    Comparator(
+    Baseline("griffin", "recurrent_gemma", library=_HF, paper="2402.19427", fields=_griffin),
+    Baseline("mamba", "mamba", library=_HF, paper="2312.00752", fields=_mamba, matched=_DEPTH),
+    Baseline("mamba2", "mamba2", library=_HF, paper="2405.21060", fields=_mamba2, matched=_DEPTH),
+    Baseline("rwkv4", "rwkv", library=_HF, paper="2305.13048", fields=_rwkv4),
+    Baseline("lightning", "minimax", library=_HF, paper="2401.04658", fields=_lightning),
+    Baseline(
         "longformer",
         "longformer",
         causal=False,
@@ -319,14 +319,14 @@ _ALL = (
         paper="2004.05150",
         fields=_longformer,
     ),
-    Comparator("gla", "gla", library=_FLA, paper="2312.06635", fields=_fla),
-    Comparator("retnet", "retnet", library=_FLA, paper="2307.08621", fields=_fla),
-    Comparator("rwkv6", "rwkv6", library=_FLA, paper="2404.05892", fields=_fla),
-    Comparator("mega", _OWN_TYPE, paper="2209.10655", fields=_ours("mega")),
-    Comparator("h3", _OWN_TYPE, paper="2212.14052", fields=_ours("h3")),
-    Comparator("s5", _OWN_TYPE, paper="2208.04933", fields=_ours("s5")),
-    Comparator("luna", _OWN_TYPE, paper="2106.01540", fields=_ours("luna", **_PLACES)),
-    Comparator(
+    Baseline("gla", "gla", library=_FLA, paper="2312.06635", fields=_fla),
+    Baseline("retnet", "retnet", library=_FLA, paper="2307.08621", fields=_fla),
+    Baseline("rwkv6", "rwkv6", library=_FLA, paper="2404.05892", fields=_fla),
+    Baseline("mega", _OWN_TYPE, paper="2209.10655", fields=_ours("mega")),
+    Baseline("h3", _OWN_TYPE, paper="2212.14052", fields=_ours("h3")),
+    Baseline("s5", _OWN_TYPE, paper="2208.04933", fields=_ours("s5")),
+    Baseline("luna", _OWN_TYPE, paper="2106.01540", fields=_ours("luna", **_PLACES)),
+    Baseline(
         "linformer",
         _OWN_TYPE,
         causal=False,
@@ -334,4 +334,4 @@ _ALL = (
         fields=_ours("linformer", is_causal=False, **_PLACES),
     ),
 )
-COMPARATORS = {comparator.name: comparator for comparator in _ALL}
+BASELINES = {comparator.name: comparator for comparator in _ALL}

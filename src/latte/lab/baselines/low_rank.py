@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.lab.baselines.base import ComparatorMixer, masked
+from latte.lab.baselines.base import BaselineMixer, masked
 from latte.layers.checks import check_multiple, check_positive
 from latte.ops.tensors import computation_dtype, full_precision
 
@@ -40,7 +40,7 @@ def causal_products(x_BTHK: Tensor, y_BTHK: Tensor, z_BTHD: Tensor, chunk: int =
     return out.transpose(2, 3).flatten(1, 2)[:, :T]
 
 
-class Luna(ComparatorMixer):
+class Luna(BaselineMixer):
     """Linear unified nested attention with L memories, P (L, E), learnt in every layer.
 
     The bidirectional form has pack and unpack attention:
@@ -138,7 +138,7 @@ class Luna(ComparatorMixer):
         return f"{super().extra_repr()}, num_heads={self.num_heads}"
 
 
-class Linformer(ComparatorMixer):
+class Linformer(BaselineMixer):
     """``head = softmax(Q (E K)^T / sqrt(K)) F V`` with E and F (R, M), eq. 7.
 
     E and F are shared by the heads of a layer ("headwise sharing"). A sequence shorter than M uses

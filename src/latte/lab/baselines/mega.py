@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.lab.baselines.base import ComparatorMixer, long_convolution, masked
+from latte.lab.baselines.base import BaselineMixer, long_convolution, masked
 from latte.layers.checks import check_input, check_positive
 from latte.layers.parts import RotaryEmbedding, apply_rotary, in_chunks
 from latte.ops.tensors import computation_dtype, full_precision
@@ -60,7 +60,7 @@ class MultiDimensionalEMA(nn.Module):
         return long_convolution(x_BTE, self.kernel(x_BTE.shape[1], computation_dtype(x_BTE.dtype)))
 
 
-class Mega(ComparatorMixer):
+class Mega(BaselineMixer):
     """Moving average equipped gated attention (section 3.2). X is the layer's input.
 
         X' = EMA(X)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from latte.lab.baselines.base import ComparatorMixer
+from latte.lab.baselines.base import BaselineMixer
 from latte.lab.baselines.config import ComparatorConfig
 from latte.lab.baselines.low_rank import Linformer, Luna
 from latte.lab.baselines.mega import Mega
@@ -31,7 +31,7 @@ MIXERS: dict[str, tuple[Any, str]] = {
 }
 
 
-def make_comparator(config: ComparatorConfig) -> ComparatorMixer:
+def make_comparator(config: ComparatorConfig) -> BaselineMixer:
     """The token mixer of a configuration. Raises ValueError for sizes that do not fit."""
     kind, memory = MIXERS[config.mixer]
     heads = config.num_attention_heads

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.lab.baselines.base import ComparatorMixer, long_convolution, masked
+from latte.lab.baselines.base import BaselineMixer, long_convolution, masked
 from latte.layers.checks import check_multiple, check_positive
 from latte.ops import causal_conv1d
 from latte.ops.tensors import computation_dtype, full_precision
@@ -21,7 +21,7 @@ from latte.ops.tensors import computation_dtype, full_precision
 MIN_STEP, MAX_STEP = 0.001, 0.1  # of time, log-uniform at the start
 
 
-class H3(ComparatorMixer):
+class H3(BaselineMixer):
     """Algorithm 1: ``O = Q * SSM_diag(SSM_shift(K) V^T)`` per head, then a projection.
 
         Q, K, V = X W_q, X W_k, X W_v
@@ -146,7 +146,7 @@ def constant_scan(decay_P: Tensor, inputs_BTP: Tensor) -> Tensor:
     return x_BTP
 
 
-class S5(ComparatorMixer):
+class S5(BaselineMixer):
     """The S5 layer: a multi-input, multi-output SSM (section 3), then its gated activation.
 
         x' = Lambda x + B~ u,  y = Re(C~ x) + D u            Lambda diagonal, complex

@@ -47,7 +47,7 @@ COLUMNS = (
     "dtype", "backend", "device", "threads", "torch", "date",
 )  # fmt: skip
 
-Call = Callable[[], Any]
+TimedCall = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -243,10 +243,10 @@ def _row(
 
 
 def _times(
-    makers: dict[Case, Callable[[int], Call]], length: int, budget: float
+    makers: dict[Case, Callable[[int], TimedCall]], length: int, budget: float
 ) -> dict[Case, Times | str]:
     """Times of one length, all cases in turns; a case without enough memory is left out."""
-    calls: dict[Case, Call] = {}
+    calls: dict[Case, TimedCall] = {}
     for case, make in makers.items():
         try:
             call = make(length)
@@ -288,14 +288,14 @@ def measure_memory(case: Case, settings: Settings) -> dict[int, float]:
     return peaks
 
 
-def _maker(case: Case, settings: Settings) -> Callable[[int], Call]:
+def _maker(case: Case, settings: Settings) -> Callable[[int], TimedCall]:
     """A function of a length; it makes a call that returns when its work is done."""
     torch.manual_seed(0)
     make = _op(case, settings) if case.kind == "op" else _model(case, settings)
     if settings.place.type != "cuda":
         return make
 
-    def synchronised(length: int) -> Call:
+    def synchronised(length: int) -> TimedCall:
         call = make(length)
 
         def wait() -> None:
@@ -307,18 +307,18 @@ def _maker(case: Case, settings: Settings) -> Callable[[int], Call]:
     return synchronised
 
 
-def _op(case: Case, settings: Settings) -> Callable[[int], Call]:
+def _op(case: Case, settings: Settings) -> Callable[[int], TimedCall]:
     like: dict[str, Any] = {"device": settings.place, "dtype": DTYPES[settings.dtype]}
     sizes = {name: getattr(settings, name) for name in ("heads", "latents", "head_dim", "window")}
 
-    def make(length: int) -> Call:
+    def make(length: int) -> TimedCall:
         op, shapes = op_table(settings.batch, length, **sizes, backend=settings.backend)[case.name]
         return op_call(case.mode, op, [torch.randn(shape, **like) for shape in shapes])
 
     return make
 
 
-def _model(case: Case, settings: Settings) -> Callable[[int], Call]:
+def _model(case: Case, settings: Settings) -> Callable[[int], TimedCall]:
     from transformers import AutoModelForCausalLM
 
     longest = max((*settings.lengths, WARM_UP)) + 1
@@ -335,7 +335,7 @@ def _model(case: Case, settings: Settings) -> Callable[[int], Call]:
         shape = (settings.batch, length)
         return torch.randint(config.vocab_size, shape, device=settings.place)
 
-    def make(length: int) -> Call:
+    def make(length: int) -> TimedCall:
         ids = tokens(length)
         if case.mode == "forward":
             return torch.no_grad()(lambda: model(input_ids=ids, use_cache=False))

@@ -89,7 +89,7 @@ class Chat:
         """End the answer that is being sampled, after its next token. From any thread."""
         self.stopped = True
 
-    def say(self, message: str, told: Callable[[str], Any] = lambda _: None) -> str:
+    def say(self, message: str, on_text: Callable[[str], Any] = lambda _: None) -> str:
         """The model's answer to a message.
 
         Args:
@@ -109,7 +109,7 @@ class Chat:
         if self.tokens and self.tokens[-1] in self.ends["eos_token_id"]:
             self.tokens.pop()  # sampled, but not read: the template says what ends an answer
         self.tokens += new
-        answer = self.tokenizer.decode(self._sample(told), skip_special_tokens=True)
+        answer = self.tokenizer.decode(self._sample(on_text), skip_special_tokens=True)
         self.messages, self.prompt = [*messages, {"role": "assistant", "content": answer}], prompt
         return answer
 
@@ -126,7 +126,7 @@ class Chat:
             "them when one is added; latte serve reads the whole conversation at every turn"
         )
 
-    def _sample(self, told: Callable[[str], Any]) -> list[int]:
+    def _sample(self, on_text: Callable[[str], Any]) -> list[int]:
         """Sample an answer. Its tokens are appended to the conversation's."""
         from transformers import StoppingCriteriaList, TextStreamer
 
@@ -134,7 +134,7 @@ class Chat:
 
         class Pieces(TextStreamer):
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                told(text)
+                on_text(text)
 
         def stops(ids: Tensor, _: Any) -> Tensor:
             return torch.full(ids.shape[:1], self.stopped, device=ids.device)

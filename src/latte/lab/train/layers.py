@@ -80,7 +80,7 @@ class _Table:
         return self.rotary(x_BTE, positions, *self.kind)
 
 
-def transfer_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = False) -> Path:
+def distill_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = False) -> Path:
     """Fit all converted layers of the recipe's base; returns the folder, which has the model.
 
     Raises:

@@ -26,7 +26,7 @@ from latte.errors import LatteError
 from latte.lab.data.preparing import prepare_text
 from latte.lab.train import recipe as recipes
 from latte.lab.train.conversion_trainer import check_peft, starting_config
-from latte.lab.train.layers import LayersSection, transfer_layers
+from latte.lab.train.layers import LayersSection, distill_layers
 from latte.lab.train.recipe import ConversionSection, DataSection, Recipe, TrainingSection
 from latte.lab.train.run_folder import Claim, lock_folder
 from latte.lab.train.typed import build
@@ -147,7 +147,7 @@ def convert_and_train(
             if name == "layers":
                 section = recipe.layers
                 assert section is not None
-                first_alone(lambda: transfer_layers(each, section, quiet=quiet))  # noqa: B023
+                first_alone(lambda: distill_layers(each, section, quiet=quiet))  # noqa: B023
                 continue
             result = train(each, label=name, quiet=quiet)
         except ValueError:

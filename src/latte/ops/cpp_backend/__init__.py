@@ -99,7 +99,7 @@ class RGLRU(NamedTuple):
     reverse: bool
 
 
-class Macchiato(NamedTuple):
+class NativeMacchiato(NamedTuple):
     """The arguments of ``cpu_macchiato``. All but the first five and the decay are contiguous."""
 
     latent_q: Tensor
@@ -254,7 +254,7 @@ def _latents_fake(k: Tensor, v: Tensor, bounds: Tensor | None) -> tuple[Tensor, 
     return v.new_empty(B, T, H, D), A, mu, *kept
 
 
-def _macchiato_again(x: Macchiato) -> tuple[Tensor, ...]:
+def _macchiato_again(x: NativeMacchiato) -> tuple[Tensor, ...]:
     local, sequences = Local(x.window, x.scale, x.softcap), Sequences(x.key_mask, x.cu_seqlens)
     tail = double_backward.window_of(x.tail_k, x.tail_v, x.tail_mask)
     sinks = sinks_of(x.sink_q, x.sink_k, x.sink_v, x.sink_mask, x.sinks_seen)
@@ -301,7 +301,7 @@ if ABSENT is None:
     )
     macchiato_op = differentiable_op(
         "cpu_macchiato",
-        Macchiato,
+        NativeMacchiato,
         lambda x: _latents_fake(x.latent_k, x.v, x.cu_seqlens),
         returns=["out", "log_mass", "mean"],
         gradients=(*MACCHIATO_GRADIENTS, "pending_k", "pending_v"),

@@ -54,7 +54,7 @@ def macchiato_attention(
     return out, LatteState(A, mu)
 
 
-class Call:
+class BranchInputs:
     """What the two branches take of the op's arguments."""
 
     def __init__(self, x: Macchiato) -> None:
@@ -97,13 +97,13 @@ def macchiato_op(
     """
 
     def run(x: Macchiato) -> tuple[Tensor, ...]:
-        call = Call(x)
+        call = BranchInputs(x)
         out = window.forward(x.qkv, *call.near, call.share)
         _, *after = forward(call.pkv, call.sequences, x.earlier, out, x.log_decay)
         return out.to(x.v.dtype), *after
 
     def run_back(x: Macchiato, *given: Tensor) -> dict[str, Tensor]:
-        call, grads, saved = Call(x), given[:3], given[3:]
+        call, grads, saved = BranchInputs(x), given[:3], given[3:]
         near = window.backward(grads[0], x.qkv, *call.near, call.share)
         apart = call.late or call.R > 1
         pulled, dlatent_k, far_dv, *state = backward(

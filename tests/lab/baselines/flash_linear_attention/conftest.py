@@ -75,7 +75,7 @@ def kernels_on_a_cpu() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own code asks for a GPU, since nobody would train in an interpreter."""
-    from latte.lab.baselines.catalogue import Comparator
+    from latte.lab.baselines.catalogue import Baseline
 
     if INTERPRETED and FOUND:
-        monkeypatch.setattr(Comparator, "missing", lambda _: None)
+        monkeypatch.setattr(Baseline, "missing", lambda _: None)

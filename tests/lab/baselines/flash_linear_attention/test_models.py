@@ -11,13 +11,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from latte.errors import LatteError
-from latte.lab.baselines.catalogue import COMPARATORS
+from latte.lab.baselines.catalogue import BASELINES
 from latte.models import count_parameters, preset_config
 from latte.models.modeling import language_model
 from latte.models.registry import find_model, make_known
 from tests.lab.baselines.training import losses, next_token_loss
 
-NAMES = [name for name, c in COMPARATORS.items() if c.library == "flash-linear-attention"]
+NAMES = [name for name, c in BASELINES.items() if c.library == "flash-linear-attention"]
 SMALL = {
     "vocab_size": 60,
     "hidden_size": 32,
@@ -41,7 +41,7 @@ def some_ids(length: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_match_those_of_transformer(name: str, size: str) -> None:
     target = count_parameters(preset_config("transformer++", size))
-    found = COMPARATORS[name].count(find_model(name).config(size))
+    found = BASELINES[name].count(find_model(name).config(size))
     assert found == pytest.approx(target, rel=0.03)
 
 

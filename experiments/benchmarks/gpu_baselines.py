@@ -43,7 +43,7 @@ def gates(k_BTHL: Tensor) -> tuple[Tensor, Tensor]:
     return torch.exp(k_BTHL.float() - A).to(k_BTHL.dtype), before - A
 
 
-def latte_rivals() -> dict[str, Op]:
+def latte_baselines() -> dict[str, Op]:
     """Functions (q, k, v) -> out that compute causal Latte."""
     lightnet = find("fla.ops.lightnet", "chunk_lightnet")
     gla = find("fla.ops.gla", "chunk_gla")
@@ -59,7 +59,7 @@ def latte_rivals() -> dict[str, Op]:
     return {name: op for name, (kernel, op) in found.items() if kernel is not None}
 
 
-def rg_lru_rivals() -> dict[str, Op]:
+def rg_lru_baselines() -> dict[str, Op]:
     """Functions (x, recurrence gate, input gate, theta) -> h; gates in PyTorch, or compiled."""
     hgrn = find("fla.ops.hgrn", "chunk_hgrn")
     if hgrn is None:
