@@ -6,7 +6,8 @@
   16k and 64k. The row begins so many tokens before them, behind a start token.
 
 A long row is read in segments through the model's cache: in constant memory, if the state is. A
-base reads as far as it is told to. Sums are in fp64, logarithms in fp32 (`latte.lab.train.scoring`).
+base reads as far as it is told to. Sums are in fp64, logarithms in fp32
+(`latte.lab.train.scoring`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The paper's Table 5: the tasks of several models side by side, the paper's numbers below them.
 
-Tasks are lm-evaluation-harness's, run by `latte.lab.evaluate.tasks`, one by one, so that a run can go
-on where it was. The paper says "accuracy or normalised accuracy", and not which; here it is
+Tasks are lm-evaluation-harness's, run by `latte.lab.evaluate.tasks`, one by one, so that a run can
+go on where it was. The paper says "accuracy or normalised accuracy", and not which; here it is
 accuracy normalised by length for HellaSwag, ARC-C and PIQA, and plain accuracy for the others. MMLU
 is the mean over its subjects, weighted by their items, as the harness has it.
 """

@@ -4,7 +4,8 @@ One forward and backward pass of a small model (two layers of width 32, a window
 row of tokens. Memory is the most that any process of a group used beyond what it held before the
 pass; bytes are what a process sends in all forward exchanges of a layer, the halo among them.
 
-    python -m experiments.benchmarks.context_parallel [--tokens 32768 ...] [--processes 1 2 4] [--preset NAME]
+    python -m experiments.benchmarks.context_parallel [--tokens 32768 ...] [--processes 1 2 4]
+        [--preset NAME]
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ not change the work), all threads; in turns in one process for each size and dty
   tokens; and the same less what was resident once the model was there. Latte's contexts are
   stations of one process, ``transformer++`` has one for each.
 
-    python -m experiments.benchmarks.cpu_decode [--quick] [--resume] [--out DIR] [--budget S] [--size SIZE]
+    python -m experiments.benchmarks.cpu_decode [--quick] [--resume] [--out DIR] [--budget S]
+        [--size SIZE]
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ tokens, where a step lasts a minute, that step is timed as well, in fp32 alone. 
 operations in the profiler; operations inside others are counted too. Both models keep freed memory
 (``latte.lab.malloc.keep_memory``), as ``latte train`` does.
 
-    python -m experiments.benchmarks.cpu_training [--quick] [--resume] [--out DIR] [--budget SECONDS]
+    python -m experiments.benchmarks.cpu_training [--quick] [--resume] [--out DIR]
+        [--budget SECONDS]
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The benchmarks' figures, drawn from their CSV files alone.
 
-    python -m experiments.benchmarks.figures [DIR]      # default: experiments/results/benchmarks, drawn to experiments/figures
+    python -m experiments.benchmarks.figures [DIR]
+    # default: experiments/results/benchmarks, drawn to experiments/figures
 
 Tokens and times are on logarithmic axes: a straight line of slope 1 is linear time.
 """

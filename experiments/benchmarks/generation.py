@@ -19,9 +19,12 @@ that they are loaded in, all threads, or a GPU with --device cuda.
 
 Processes follow one another. Run nothing else meanwhile: it would be measured too.
 
-    python -m experiments.benchmarks.generation --checkpoint base=BASE --checkpoint converted=CONVERTED
-    python -m experiments.benchmarks.generation --checkpoint window=CONVERTED,mixing=window,local_window=152
-    python -m experiments.benchmarks.generation --llama-cpp llama.cpp=FILE.gguf --checkpoint converted=CONVERTED
+    python -m experiments.benchmarks.generation --checkpoint base=BASE \
+        --checkpoint converted=CONVERTED
+    python -m experiments.benchmarks.generation \
+        --checkpoint window=CONVERTED,mixing=window,local_window=152
+    python -m experiments.benchmarks.generation --llama-cpp llama.cpp=FILE.gguf \
+        --checkpoint converted=CONVERTED
     python -m experiments.benchmarks.generation --quick
 """
 

@@ -1,8 +1,10 @@
 """Everything that a GPU has to show: first whether the kernels are right, then how fast they are.
 
-    python -m experiments.benchmarks.gpu_check [--quick] [--out DIR] [--only NAME...] [--budget SECONDS]
+    python -m experiments.benchmarks.gpu_check [--quick] [--out DIR] [--only NAME...]
+        [--budget SECONDS]
                                    [--no-baselines]
-    python -m experiments.benchmarks.gpu_check --fill     # Triton's cache, once, before: takes what it takes
+    python -m experiments.benchmarks.gpu_check --fill
+    # Triton's cache, once, before: takes what it takes
 
 Parts, each in a process of its own: ``check``, several groups at a time of
 tests/ops/gpu_correctness.py, then one after another, as they are timed, ``latte``, ``macchiato``,
@@ -132,7 +134,8 @@ def draw(out: Path) -> None:
         from experiments.benchmarks.figures import draw_all
     except ImportError:
         say(
-            f"matplotlib is not installed: draw later: python -m experiments.benchmarks.figures {out}"
+            "matplotlib is not installed: draw later: python -m experiments.benchmarks.figures"
+            f" {out}"
         )
         return
     for path in draw_all(out):

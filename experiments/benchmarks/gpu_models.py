@@ -24,7 +24,8 @@ dropout as in the preset; plain, and with the blocks compiled as a recipe's
 ``training.torch_compile`` does. The share of the peak (MFU) takes model FLOPs and data-sheet peaks
 from ``latte.lab.machine``. Peak memory is of one step, weights and optimiser included.
 
-    python -m experiments.benchmarks.gpu_models PART [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
+    python -m experiments.benchmarks.gpu_models PART [--quick] [--out DIR] [--budget SECONDS]
+        [--device DEVICE]
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ what each part compares. Beyond that:
 
 Expected: the least time that our kernels' machine code allows (docs/kernels.md).
 
-    python -m experiments.benchmarks.gpu_ops PART [--quick] [--out DIR] [--budget SECONDS] [--device DEVICE]
+    python -m experiments.benchmarks.gpu_ops PART [--quick] [--out DIR] [--budget SECONDS]
+        [--device DEVICE]
     python -m experiments.benchmarks.gpu_ops latte --warm NUMBER      # measures nothing
 
 ``--warm`` compiles what the benchmarks will run, every fourth part of it, so that their time goes

@@ -1,9 +1,10 @@
-"""llama.cpp as a side of ``experiments.benchmarks.generation``: what a GGUF file's user would run instead.
+"""llama.cpp as a side of ``experiments.benchmarks.generation``: the other program for GGUF files.
 
 It reads the file's quantised weights as they are, and keeps keys and values in fp16.
 
     pip install llama-cpp-python
-    python -m experiments.benchmarks.generation --llama-cpp llama.cpp=FILE.gguf --checkpoint converted=FOLDER
+    python -m experiments.benchmarks.generation --llama-cpp llama.cpp=FILE.gguf \
+        --checkpoint converted=FOLDER
 """
 
 from __future__ import annotations

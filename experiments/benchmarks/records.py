@@ -1,7 +1,8 @@
 """What all the benchmarks share: options, calls, CSV files that name their machine, goals.
 
 Figures of a full run go to experiments/figures, which the documentation shows; tables to
-experiments/results/benchmarks. A quick run's mean nothing: they go to build/benchmarks, as any other ``--out``.
+experiments/results/benchmarks. A quick run's mean nothing: they go to build/benchmarks, as any
+other ``--out``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def parser(description: str | None, budget: float | None = None) -> argparse.Arg
     options.add_argument(
         "--out",
         type=Path,
-        help="folder for the CSV files and figures (default: experiments/results/benchmarks and experiments/figures; "
+        help="folder for the CSV files and figures (default: experiments/results/benchmarks and "
+        "experiments/figures; "
         "with --quick build/benchmarks)",
     )
     if budget is None:

@@ -13,7 +13,8 @@ Greedy answers to prompts of 16 tokens, cut from FILE.
   them, the seconds to the first token of a prompt of one piece (``--prefill-piece``) on a server
   that does nothing else: reading one piece and one step. A running answer should wait no longer.
 
-    python -m experiments.benchmarks.serving_clients CHECKPOINT FILE [--clients 1,2,4,8,16] [--long 32768]
+    python -m experiments.benchmarks.serving_clients CHECKPOINT FILE [--clients 1,2,4,8,16]
+        [--long 32768]
         [--vllm .venv-vllm/bin/python]
     python -m experiments.benchmarks.serving_clients --quick
 """

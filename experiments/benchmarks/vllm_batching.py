@@ -4,7 +4,8 @@ A random `latte-r-swa++` at `tiny`, fp32, greedy, on this CPU, one process. Prom
 16 to 256 tokens; a batch of `generate` is padded, and goes on to its longest answer. Only wanted
 tokens count. In the environment of `make test-vllm`:
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 .venv-vllm/bin/python -m experiments.benchmarks.vllm_batching [--batch 8]
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 .venv-vllm/bin/python -m experiments.benchmarks.vllm_batching
+        [--batch 8]
 """
 
 from __future__ import annotations

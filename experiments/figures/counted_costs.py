@@ -3,8 +3,8 @@
     python experiments/figures/counted_costs.py
 
 FLOPs per token are those of the weights' products and of mixing in a forward pass, a third of those
-of training (`latte.lab.machine.flops_per_token`). These models are made without memory (device meta).
-The cache is that of one sequence in bf16, counted in a model of one layer after some tokens.
+of training (`latte.lab.machine.flops_per_token`). These models are made without memory (device
+meta). The cache is that of one sequence in bf16, counted in a model of one layer after some tokens.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from collections import defaultdict
 
 import pytest
 
-PAGES = ("experiments/results/README.md", "experiments/results/books.md", "experiments/results/shakespeare.md", "experiments/results/lra.md",
-         "experiments/results/mqar.md")  # fmt: skip
+NAMES = ("README", "books", "shakespeare", "lra", "mqar")
+PAGES = [f"experiments/results/{name}.md" for name in NAMES]
 MEASURED = ("loss", "perplexity", "test_accuracy", "validation_accuracy", "accuracy", "loss_at_64",
             "loss_at_256")  # fmt: skip
 

@@ -66,16 +66,16 @@ OLD_NAMES = """
     import sys, warnings
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        from latte.data.tokenizers import byte_tokenizer
-        from latte.evaluate.checkpoint import load_checkpoint
-    import latte.evaluate, latte.lab.data.tokenizers as new, latte.lab.evaluate.checkpoint
+        from OLD.data.tokenizers import byte_tokenizer
+        from OLD.evaluate.checkpoint import load_checkpoint
+    import OLD.evaluate, latte.lab.data.tokenizers as new, latte.lab.evaluate.checkpoint
     kinds = {w.category.__name__ for w in caught if "is now latte.lab." in str(w.message)}
     print(
-        byte_tokenizer is new.byte_tokenizer and sys.modules["latte.data.tokenizers"] is new,
-        latte.evaluate is latte.lab.evaluate and new.__spec__.name == "latte.lab.data.tokenizers",
+        byte_tokenizer is new.byte_tokenizer and sys.modules["OLD.data.tokenizers"] is new,
+        OLD.evaluate is latte.lab.evaluate and new.__spec__.name == "latte.lab.data.tokenizers",
         kinds,
     )
-"""
+""".replace("OLD.", "latte.")
 LAYERS = "import sys, latte.layers; print('transformers' in sys.modules)"
 ORDERS = {
     "latte first": "import latte\nfrom transformers import AutoConfig, AutoModelForCausalLM",

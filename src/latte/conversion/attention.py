@@ -130,8 +130,9 @@ class MacchiatoAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """The base's forward, with ``tokens`` instead of its mask, and with a LatteCache.
 
-        With a ``teacher`` (:class:`latte.conversion.attention_distillation.Teacher`) the output is that of the
-        base's own attention. If this layer is converted, the teacher measures its error.
+        With a ``teacher`` (:class:`latte.conversion.attention_distillation.Teacher`) the output is
+        that of the base's own attention. If this layer is converted, the teacher measures its
+        error.
         """
         cache = one_cache(past_key_values, cache)
         carry = cache is not None and teacher is None

@@ -3,8 +3,9 @@
 The base runs once over a few rows of text. The inputs of each converted layer are written to one
 file per row (:func:`record`), in half precision. Each layer is then fitted alone
 (:class:`LayerFit`): its targets are computed from its own input, without the base and without
-other layers. The loss is that of :mod:`latte.conversion.attention_distillation`. Queries, keys, values and the
-window's output do not change while the latents are fitted, so they are computed once per row.
+other layers. The loss is that of :mod:`latte.conversion.attention_distillation`. Queries, keys,
+values and the window's output do not change while the latents are fitted, so they are computed once
+per row.
 
 Shape suffixes: B batch, T tokens, E hidden size, H query heads, G key/value heads, K head width, S
 sampled tokens.

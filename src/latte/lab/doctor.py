@@ -93,7 +93,7 @@ def _shown(value: Any) -> str:
 
 def _versions() -> Section:
     found: Section = {"latte": __version__}
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     commit = _commit(folder.parents[1])
     if commit is not None:
         found["commit"] = commit

@@ -63,8 +63,8 @@ class StepState:
     """One layer's buffers, all contiguous; None for parts that its mixer does not have.
 
     The parts are those of a :class:`MixerState`. ``size`` is the number of slots of the ring, 0 if
-    it grows. ``step_context`` is shared by all layers. With delayed latents, ``pending`` (B, H, W, L)
-    holds the latent keys of the ring's tokens: the latents read a token when its slot is reused.
+    it grows. ``step_context`` is shared by all layers. With delayed latents, ``pending`` (B, H, W,
+    L) holds the latent keys of the ring's tokens: the latents read a token when its slot is reused.
     ``sinks`` are keys and values (B, G, n, ...); slots of tokens not read yet are empty.
     """
 

@@ -340,7 +340,8 @@ def test_the_table_shows_the_best_learning_rate_over_the_seeds(recipe_file: Path
 def test_a_tiny_cell_is_learned(tmp_path: Path) -> None:
     """Four pairs among 32 tokens, all of them in the window: the loop learns what can be learned.
 
-    With a window of 8 the latents have to carry some of them, which takes longer (experiments/results/mqar.md).
+    With a window of 8 the latents have to carry some of them, which takes longer
+    (experiments/results/mqar.md).
     """
     path = tmp_path / "learn.yaml"
     path.write_text(

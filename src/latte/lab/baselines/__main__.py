@@ -1,4 +1,4 @@
-"""`python -m latte.lab.baselines SIZE`: the models to compare with, their parameters, what is missing."""
+"""`python -m latte.lab.baselines SIZE`: the baselines, their parameters, what is missing."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     model.preset=griffin        in any recipe of `latte train` and `latte compare`
 
-Each name is a model of a library, or one of our own layers if no library has it (`latte.lab.baselines`).
-All models get the vocabulary, width, depth and heads of the size. Their number of parameters is
-then fitted to that of `transformer++`, by the width of their feed-forward network, or by their
-depth if they have no such network.
+Each name is a model of a library, or one of our own layers if no library has it
+(`latte.lab.baselines`). All models get the vocabulary, width, depth and heads of the size. Their
+number of parameters is then fitted to that of `transformer++`, by the width of their feed-forward
+network, or by their depth if they have no such network.
 
     python -m latte.lab.baselines tiny    # the models, their parameters, what is missing
 """

@@ -1,8 +1,8 @@
 """Models of the family whose mixer is one of the paper's comparators, for equal comparisons.
 
 Embedding, norms, feed-forward network, head and pooling are those of the Latte models. Only the
-token mixer differs (:mod:`latte.lab.baselines`). The models read whole rows. They have no cache and no
-packed sequences, and ``generate`` reads the whole text again for every token.
+token mixer differs (:mod:`latte.lab.baselines`). The models read whole rows. They have no cache and
+no packed sequences, and ``generate`` reads the whole text again for every token.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 
 By one seed: comparison.csv (a row per preset and context length), .md, .png. By several: seeds.csv
 (a row per run and context length), .md, .png, with means and paired differences that carry the
-intervals of `latte.lab.compare.intervals` over the seeds. A paired difference is the same formula on
-the differences: what both sides share (here the seed's data order) cancels. Intervals are not
+intervals of `latte.lab.compare.intervals` over the seeds. A paired difference is the same formula
+on the differences: what both sides share (here the seed's data order) cancels. Intervals are not
 widened for the number of comparisons; the p-values beside them are corrected for the number of
 differences in their table. The models are put in order at the length of the block if it was scored,
 else at the shortest length.

@@ -1,6 +1,7 @@
 """From a recipe's `data` section to a tokenizer, training blocks and held-out documents.
 
-A recipe is read without torch: `latte.lab.data` imports it with the first of its names that needs it.
+A recipe is read without torch: `latte.lab.data` imports it with the first of its names that needs
+it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """`latte benchmark`: time and memory of the ops and of whole models, on this device.
 
-Times are wall times of single calls, all names of one mode and length in turns: `latte.lab.machine`.
-Peak memory is net of what was in use before the inputs were made (for models: once the model was
-there); on a CPU each case has a process of its own, since resident memory is the process's. In it
-lengths ascend, so a length may find a little memory that a shorter one freed and that still counts
-as resident.
+Times are wall times of single calls, all names of one mode and length in turns:
+`latte.lab.machine`. Peak memory is net of what was in use before the inputs were made (for models:
+once the model was there); on a CPU each case has a process of its own, since resident memory is the
+process's. In it lengths ascend, so a length may find a little memory that a shorter one freed and
+that still counts as resident.
 
 Modes: "forward" without gradients; "forward+backward" with gradients for all inputs (of a model:
 the loss on its own input, gradients for all weights); "decode", of models alone, one more token

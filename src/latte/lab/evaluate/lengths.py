@@ -1,7 +1,7 @@
 """`latte evaluate`: perplexity and bits per byte at several context lengths.
 
-The protocol is that of `latte.lab.train.scoring`. All lengths are compared on the same text. Only the
-number of earlier tokens that a prediction may use differs.
+The protocol is that of `latte.lab.train.scoring`. All lengths are compared on the same text. Only
+the number of earlier tokens that a prediction may use differs.
 
 `latte convert BASE OUT --recipe RECIPE` ends with it too (:func:`report`).
 """
@@ -72,7 +72,7 @@ def evaluate_lengths(
     label: str = "",
     **options: Any,
 ) -> list[Row]:
-    """Score `text` at each context length (tokens), with `options` of `latte.lab.train.scoring.score`.
+    """Score `text` at each context length (tokens); `options` are `latte.lab.train.scoring.score`'s.
 
     See the module docstring for the protocol. With `progress` it says how far it is.
     """

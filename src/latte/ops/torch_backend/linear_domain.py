@@ -10,9 +10,9 @@ the run, or the first one of the sequence. alpha is then at least 1. The run end
 key that exceeds r by ``REACH`` (:func:`run_length`). The reference and the end depend only on the
 past. Therefore future inputs cannot change the past, not even its rounding.
 
-Where latents forget, a run has a reference for each chunk (:class:`ChunkMaxima`). Inside a chunk the
-logits are ``k_s - G_s``, with G the log-decay since the chunk's start. Between chunks all sums are
-rescaled. Log-decay is never summed over more than a chunk in fp32.
+Where latents forget, a run has a reference for each chunk (:class:`ChunkMaxima`). Inside a chunk
+the logits are ``k_s - G_s``, with G the log-decay since the chunk's start. Between chunks all sums
+are rescaled. Log-decay is never summed over more than a chunk in fp32.
 
 Shape suffixes: X rows (batch x heads), S tokens of the run, N chunks, C chunk length
 (S = N C), L latents, D value width.
