@@ -384,8 +384,10 @@ class LatteCache(Cache):
         # A row that has read only padding has an empty state, which buffers do not represent.
         if position is None or not bool((position > 0).all()):
             return False
-        step_context = StepContext(position.clone(), torch.zeros((), dtype=torch.long,
-        device=position.device)) room = self.max_cache_len
+        step_context = StepContext(
+            position.clone(), torch.zeros((), dtype=torch.long, device=position.device)
+        )
+        room = self.max_cache_len
         if room is None:
             step_context.length, room = seen, seen + max(64, seen // 4)
             windows = [
@@ -411,7 +413,11 @@ class LatteCache(Cache):
 
         def written(buffers: list[StepState]) -> list[Tensor]:
             step_context, parts = buffers[0].step_context, tuple(x.parts for x in buffers)
-            return [*tensors_in((step_context.position, step_context.steps, *step_context.slots.values(), parts))]
+            return [
+                *tensors_in(
+                    (step_context.position, step_context.steps, *step_context.slots.values(), parts)
+                )
+            ]
 
         new, homes = written(made), [x.buffers for x in self.layers if x.buffers is not None]
         old = written(homes) if homes else []
@@ -434,10 +440,11 @@ class LatteCache(Cache):
                 layer._map(fn)
             return
         buffers = [layer.buffers for layer in self.layers if layer.buffers is not None]
-        step_context = replace(buffers[0].step_context,
-        position=fn(buffers[0].step_context.position)) made = self._at_home([replace(x.map(fn),
-        step_context=step_context) for x in buffers]) for layer, x in zip(self.layers, made,
-        strict=True):
+        step_context = replace(
+            buffers[0].step_context, position=fn(buffers[0].step_context.position)
+        )
+        made = self._at_home([replace(x.map(fn), step_context=step_context) for x in buffers])
+        for layer, x in zip(self.layers, made, strict=True):
             layer.buffers = x
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

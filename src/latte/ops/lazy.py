@@ -1,10 +1,14 @@
-"""Names of a package that load when first used."""
+"""Names of a package that load when first used, and modules under the names that they had."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
@@ -33,3 +37,28 @@ def lazy_names(
         return sorted({*vars(sys.modules[package]), *names, *modules})
 
     return get, shown
+
+
+class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules that were moved are found under their old names too, with a DeprecationWarning."""
+
+    def __init__(self, moved: Mapping[str, str]) -> None:
+        """moved: new names of packages by their old names, such as ``latte.lab.data``."""
+        self.moved = moved
+
+    def new_name(self, name: str) -> str | None:
+        for old, new in self.moved.items():
+            if name == old or name.startswith(f"{old}."):
+                return new + name[len(old) :]
+        return None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if self.new_name(fullname) else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        new = self.new_name(module.__name__)
+        assert new is not None
+        warnings.warn(f"{module.__name__} is now {new}", DeprecationWarning, stacklevel=2)
+        sys.modules[module.__name__] = importlib.import_module(new)  # the very same module
