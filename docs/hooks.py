@@ -1,34 +1,43 @@
-"""Steps of `mkdocs build`: the results' pages join the site, and roles of docstrings become code.
+"""Steps of `mkdocs build`: the experiments' pages are part of the site, and roles of docstrings go.
 
-Results, logs and figures lie in `experiments/`, outside of the documents' folder. In the site they
-are in a folder `experiments/` inside of it. So links to and from them are one folder shorter there.
+Results, logs and figures lie in `experiments/`, beside the code that makes them. Links are written
+for the repository, from file to file. The site has these files under `experiments/` too.
 """
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-SHOWN = ("experiments/results/*.md", "experiments/logs/*.md", "experiments/figures/*")
-PICTURES = (".png", ".svg", ".csv")
+PARTS = ("results/*.md", "logs/*.md", "figures/*.png", "figures/*.csv")
 
 
-def on_files(files: Any, config: Any, **_: object) -> Any:
-    """Add the results' pages and their figures."""
-    for path in sorted(path for pattern in SHOWN for path in ROOT.glob(pattern)):
-        if path.suffix in (".md", *PICTURES):
+def on_files(files: Files, config: Any) -> Files:
+    """Add the experiments' files."""
+    for pattern in PARTS:
+        for path in sorted((ROOT / "experiments").glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
-            files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+            files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
-    """Links between the documents and the results, as the site has them."""
-    if page.file.src_uri.startswith("experiments/"):
-        return markdown.replace("](../../docs/", "](../../")
-    return re.sub(r"\]\(\.\./((?:\.\./)*experiments/)", r"](\1", markdown)
+    """Links between `docs/` and `experiments/`, as the site has the files."""
+    uri = page.file.src_uri
+    home = posixpath.dirname(uri if uri.startswith("experiments/") else f"docs/{uri}")
+    here = posixpath.dirname(uri)
+
+    def link(match: re.Match[str]) -> str:
+        target, mark, anchor = match[1].partition("#")
+        if not target or ":" in target:
+            return match[0]
+        place = posixpath.normpath(posixpath.join(home, target)).removeprefix("docs/")
+        return f"]({posixpath.relpath(place, here or '.')}{mark}{anchor})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", link, markdown)
 
 
 def on_page_content(html: str, **_: object) -> str:

@@ -1,19 +1,21 @@
 """Latte: linear-time attention in which every weight is a probability.
 
 ``import latte`` is quick: submodules and names load when first used. From then on Transformers'
-Auto classes know Latte's models.
+Auto classes know Latte's models. :mod:`latte.lab` is the workbench: it trains, evaluates and
+compares models. The library does not import it.
 """
 
 from __future__ import annotations
 
-import sys as _sys
+import sys
 from typing import TYPE_CHECKING
 
 from latte.conversion.bases import BASES as _BASES
 from latte.errors import LatteError
 from latte.models import auto as _auto
 from latte.models.registry import register_provider as _register_provider
-from latte.ops.lazy import RenamedModules, lazy_names
+from latte.ops.lazy import OldNames as _OldNames
+from latte.ops.lazy import lazy_names
 
 if TYPE_CHECKING:
     from latte import (
@@ -76,13 +78,14 @@ __all__ = [
 
 _MODULES = (
     *("models", "conversion", "ops", "layers"),  # whose names these are
-    *("parallel", "lab", "serve", "cli"),
+    *("parallel", "lab", "serve", "cli", "data", "evaluate"),
 )
 __getattr__, __dir__ = lazy_names(__name__, __all__, _MODULES)
 
-_sys.meta_path.insert(
-    0, RenamedModules({f"latte.{x}": f"latte.lab.{x}" for x in ("data", "evaluate")})
-)
+# Scripts import these by their old names. They come before the finder of files, which would load
+# the same files a second time.
+_OLD = {f"latte.{_name}": f"latte.lab.{_name}" for _name in ("data", "evaluate")}
+sys.meta_path.insert(0, _OldNames(_OLD))
 
 # Baselines are looked up there, the first time that an unknown name is used.
 _register_provider("latte.lab.baselines")

@@ -53,7 +53,9 @@ class Document:
 
 
 NAMES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
-NAMES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+# The pages of the site: the documents, and the experiments' results and logs.
+PAGES = ("docs/**/*.md", "experiments/results/*.md", "experiments/logs/*.md")
+NAMES += sorted(str(path.relative_to(ROOT)) for each in PAGES for path in ROOT.glob(each))
 
 
 def pytest_generate_tests(metafunc):

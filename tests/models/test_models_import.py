@@ -57,10 +57,25 @@ LIGHT = """
     import latte
     from latte import latte_attention, LatteMacchiato
     heavy = [m for m in sys.modules if m.split(".")[0] in ("datasets", "transformers")]
+    heavy += [m for m in sys.modules if m.startswith(("latte.lab", "latte.serve", "latte.cli"))]
     # Where Triton is installed PyTorch itself loads it; the kernels wait for their first use.
     heavy += [m for m in sys.modules if m == "latte.ops.triton_backend.tiles"]
     print(heavy, latte.__version__)
 """
+OLD_NAMES = """
+    import sys, warnings
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from OLD.data.tokenizers import byte_tokenizer
+        from OLD.evaluate.checkpoint import load_checkpoint
+    import OLD.evaluate, latte.lab.data.tokenizers as new, latte.lab.evaluate.checkpoint
+    kinds = {w.category.__name__ for w in caught if "is now latte.lab." in str(w.message)}
+    print(
+        byte_tokenizer is new.byte_tokenizer and sys.modules["OLD.data.tokenizers"] is new,
+        OLD.evaluate is latte.lab.evaluate and new.__spec__.name == "latte.lab.data.tokenizers",
+        kinds,
+    )
+""".replace("OLD.", "latte.")
 LAYERS = "import sys, latte.layers; print('transformers' in sys.modules)"
 ORDERS = {
     "latte first": "import latte\nfrom transformers import AutoConfig, AutoModelForCausalLM",
@@ -80,9 +95,12 @@ def test_imports_in_fresh_processes(checkpoint):
         from_config = AutoModelForCausalLM.from_config(config)
         print(type(config).__name__, type(model).__name__, type(from_config).__name__)
     """)
-    light, layers, *orders = printed(LIGHT, LAYERS, *(f"{x}\n{use}" for x in ORDERS.values()))
+    light, layers, old, *orders = printed(
+        LIGHT, LAYERS, OLD_NAMES, *(f"{x}\n{use}" for x in ORDERS.values())
+    )
     assert light.startswith("[] 0.1.0")
     assert layers == "False"
+    assert old == "True True {'DeprecationWarning'}"
     known = "LatteConfig LatteForCausalLM LatteForCausalLM"
     assert dict(zip(ORDERS, orders, strict=True)) == dict.fromkeys(ORDERS, known)
 
@@ -98,7 +116,17 @@ def test_lazy_names():
         latte.espresso  # noqa: B018
 
 
-@pytest.mark.parametrize("package", ["latte", "latte.models", "latte.lab.data", "latte.conversion"])
+PACKAGES = [
+    "latte",
+    "latte.conversion",
+    "latte.lab.data",
+    "latte.layers",
+    "latte.models",
+    "latte.ops",
+]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_lazy_names_are_those_that_type_checkers_see(package):
     """A name is looked for in one module after the other: the first that has it is its own."""
     home = importlib.import_module(package)

@@ -1,13 +1,14 @@
-"""Names of a package that load when first used, and old names of its modules."""
+"""Names of a package that load when first used, and modules under the names that they had."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.abc
-import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
@@ -38,29 +39,26 @@ def lazy_names(
     return get, shown
 
 
-class RenamedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules under names that they had before: the same modules, with a warning.
+class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules that were moved are found under their old names too, with a DeprecationWarning."""
 
-    Args:
-        names: New names of packages, by the old ones.
-    """
+    def __init__(self, moved: Mapping[str, str]) -> None:
+        """moved: new names of packages by their old names, such as ``latte.lab.data``."""
+        self.moved = moved
 
-    def __init__(self, names: dict[str, str]) -> None:
-        self.names = names
+    def new_name(self, name: str) -> str | None:
+        for old, new in self.moved.items():
+            if name == old or name.startswith(f"{old}."):
+                return new + name[len(old) :]
+        return None
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        old = next((x for x in self.names if f"{fullname}.".startswith(f"{x}.")), None)
-        if old is None:
-            return None
-        new = self.names[old] + fullname.removeprefix(old)
-        if fullname == old:
-            warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=2)
-        return importlib.util.spec_from_loader(fullname, self, origin=new)
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if self.new_name(fullname) else None
 
-    def create_module(self, spec: Any) -> Any:
-        module = importlib.import_module(spec.origin)
-        self.own = module.__spec__  # the import sets another one
-        return module
-
-    def exec_module(self, module: Any) -> None:
-        module.__spec__ = self.own
+    def exec_module(self, module: ModuleType) -> None:
+        new = self.new_name(module.__name__)
+        assert new is not None
+        warnings.warn(f"{module.__name__} is now {new}", DeprecationWarning, stacklevel=2)
+        sys.modules[module.__name__] = importlib.import_module(new)  # the very same module

@@ -72,7 +72,7 @@ def evaluate_lengths(
     label: str = "",
     **options: Any,
 ) -> list[Row]:
-    """Score `text` at each context length (tokens); `options` go to `scoring.score`.
+    """Score `text` at each context length, in tokens.
 
     See the module docstring for the protocol. With `progress` it says how far it is.
     """
