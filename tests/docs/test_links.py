@@ -35,7 +35,6 @@ def test_links_of_the_site_stay_inside_it(document, root):
     if not document.name.startswith(SITE):
         assert "](docs/" in document.text or document.name == "CHANGELOG.md"
         return
-    inside = ("docs", "experiments/results", "experiments/logs", "experiments/figures")
     for link in re.findall(r"\]\(([^)\s]+)\)", document.prose):
         if not link.startswith(("http", "#")):
             target = (document.path.parent / link.partition("#")[0]).resolve()

@@ -290,7 +290,7 @@ class Mixer(DenseWeights, InitializedModule):
         Args:
             x_BE: Input, (B, E), contiguous.
             state: :class:`latte.layers.StepState`, the buffers of the state, which are overwritten.
-                When all layers have read the token, the caller advances the context that they share.
+                When all layers have read the token, the caller advances their step context.
             rotary: Rotary table, as :func:`latte.layers.parts.of_single_tokens` gives it;
                 computed if None.
 
