@@ -216,7 +216,7 @@ def latte_attention(
     if not output_final_state:
         return out, None
     if forgotten is not None or len(state) > 2:
-        state = LatteState(*state[:2], forgotten)
+        state = LatteState(state[0], state[1], forgotten)
     return out, state
 
 
@@ -416,7 +416,7 @@ def macchiato_attention(
     if delay:
         held[1] = oldest_alone(held[1])
     if forgotten is not None or len(latte_state) > 2:
-        latte_state = LatteState(*latte_state[:2], forgotten)
+        latte_state = LatteState(latte_state[0], latte_state[1], forgotten)
     if initial_state is None or not hasattr(initial_state, "pending"):
         return out, MacchiatoState(latte_state, *held)
     pending = held[1] if delay else None

@@ -360,10 +360,10 @@ def check_macchiato_state(
     tail = check_window_state(op, tail, window, sizes[0], k_BTGK, v_BTGD)
     if pending is None or tail is None:
         return latents, tail, None
-    pending = check_window_state(
+    unread = check_window_state(
         op, pending, window + 1, sizes[0], latent_k_BTHL, v_BTGD, oldest_alone=True
     )
-    return latents, tail, with_all_values(pending, tail)
+    return latents, tail, unread and with_all_values(unread, tail)
 
 
 def check_partition(op: str, partition: Partition | None) -> Partition:
