@@ -4,7 +4,7 @@
 (:mod:`latte.ops.backend`): the native kernels on a CPU if they can serve the inputs, else
 ``"torch"``. The kernels take fp32, fp64 and bf16 (the RMSNorm: fp32 and fp64). They are not for
 ``torch.compile``, which fuses these operations itself, for transforms of ``torch.func``, and for
-forward mode. The RMSNorm of few rows without a gradient is :func:`latte.ops.dense.rms_norm`.
+forward mode. The RMSNorm of few rows without a gradient is :func:`latte.ops.decoding.rms_norm`.
 
 Shape suffixes: B batch, T tokens, H heads, K width of a head, E width.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from latte.ops import cpp_backend, dense, reference
+from latte.ops import cpp_backend, decoding, reference
 from latte.ops.backend import named_backend
 from latte.ops.cpp_backend import pointwise as cpp_pointwise
 from latte.ops.tensors import computation_dtype, on_cpu
@@ -49,13 +49,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = Non
         ValueError: The backend is not available for these inputs.
     """
     if backend is None:
-        few = x.numel() <= dense.MOST_ROWS * x.size(-1)
-        if few and dense.serves(x) and dense.fits(x, weight):
-            return dense.rms_norm(x, weight, eps)
+        few = x.numel() <= decoding.MOST_ROWS * x.size(-1)
+        if few and decoding.serves(x) and decoding.fits(x, weight):
+            return decoding.rms_norm(x, weight, eps)
         # A step of many rows is quicker by PyTorch's operations.
         worth = torch.is_grad_enabled() or not (x.ndim <= 2 or x.shape[1] == 1)
         worth = worth and x.dtype != torch.bfloat16
-        native = worth and _native(x) and dense.fits(x, weight)
+        native = worth and _native(x) and decoding.fits(x, weight)
         backend = "cpu" if native else _without_kernels()
     else:
         _check("rms_norm", backend, x)
@@ -99,7 +99,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -
 
 def _native(x: Tensor) -> bool:
     """Whether the native kernels take tensors like x, one by one on a CPU."""
-    if type(x) is not Tensor or not x.is_cpu or x.dtype not in dense.DTYPES:
+    if type(x) is not Tensor or not x.is_cpu or x.dtype not in decoding.DTYPES:
         return False
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
