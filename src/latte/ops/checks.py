@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from latte.ops.state import LatteState, MacchiatoState, Sinks, WindowState
+from latte.ops.state import (
+    LatteState,
+    MacchiatoState,
+    Partition,
+    Sinks,
+    WindowState,
+    with_all_values,
+)
 from latte.ops.tensors import Sequences, computation_dtype, without_masked
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -21,7 +28,7 @@ LARGEST_WINDOW = 2**63 - 1  # that the kernels take
 
 def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
     """All tensors are floating point, of one dtype and on one device."""
-    first_name, first = next(iter(tensors.items()))
+    first: Tensor | None = None
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
@@ -29,11 +36,13 @@ def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
             raise ValueError(
                 f"{op}: {name} must be float32, bfloat16, float16 or float64, got {x.dtype}"
             )
-        if x.dtype != first.dtype:
+        if first is None:
+            first, first_name = x, name
+        elif x.dtype != first.dtype:
             raise ValueError(
                 f"{op}: {name} must have the dtype of {first_name}, {first.dtype}, got {x.dtype}"
             )
-        if x.device != first.device:
+        elif x.device != first.device:
             raise ValueError(
                 f"{op}: {name} must be on the device of {first_name}, {first.device}, "
                 f"got {x.device}"
@@ -42,42 +51,51 @@ def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
 
 def check_shape(op: str, name: str, x: Tensor, letters: str, sizes: dict[str, int]) -> None:
     """``x`` has the dimensions named by ``letters``; unknown letters are learnt into ``sizes``."""
-    known = {c: sizes[c] for c in letters if c in sizes}
+    check_shapes(op, {name: x}, {name: letters}, sizes)
 
-    def expected() -> str:  # only for an error: a graph that prints a size is for that size alone
-        return "(" + ", ".join(f"{c}={known[c]}" if c in known else c for c in letters) + ")"
 
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{op}: {name} must be a tensor {expected()}, got {type(x).__name__}")
-    if x.ndim != len(letters):
-        raise ValueError(f"{op}: {name} must have shape {expected()}, got {tuple(x.shape)}")
-    for letter, size in zip(letters, x.shape, strict=True):
-        if sizes.setdefault(letter, size) != size:
-            raise ValueError(f"{op}: {name} must have shape {expected()}, got {tuple(x.shape)}")
+def check_shapes(
+    op: str, tensors: dict[str, Tensor], letters: dict[str, str], sizes: dict[str, int]
+) -> None:
+    """As :func:`check_shape`, for all tensors that have letters. One function: every call asks."""
+    for name, dims in letters.items():
+        x = tensors[name]
+        if isinstance(x, Tensor) and x.ndim == len(dims):
+            shape = x.shape
+            for letter, size in zip(dims, shape, strict=True):
+                if sizes.get(letter, size) != size:
+                    break
+            else:
+                sizes.update(zip(dims, shape, strict=True))
+                continue
+        # Only for an error: a graph that prints a size is for that size alone.
+        expected = ", ".join([f"{c}={sizes[c]}" if c in sizes else c for c in dims])
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor ({expected}), got {type(x).__name__}")
+        raise ValueError(f"{op}: {name} must have shape ({expected}), got {tuple(x.shape)}")
 
 
 def check_inputs(
-    op: str, *, empty: str = "BT", **inputs: tuple[Tensor, str | None]
+    op: str, tensors: dict[str, Tensor], letters: dict[str, str], empty: str = "BT"
 ) -> dict[str, int]:
     """Dtypes, devices, then shapes of inputs named with their letters: the size of each letter.
 
     Args:
+        tensors: Inputs by their names.
+        letters: Letters of the inputs' dimensions. An input without letters has any shape.
         empty: Letters of sizes that may be 0. By default rows and tokens, not heads and widths.
-        inputs: Tensors and their letters, or None instead of the letters to check no shape.
     """
-    check_floats(op, {name: x for name, (x, _) in inputs.items()})
+    check_floats(op, tensors)
     sizes: dict[str, int] = {}
-    for name, (x, letters) in inputs.items():
-        if letters is not None:
-            check_shape(op, name, x, letters, sizes)
+    check_shapes(op, tensors, letters, sizes)
     check_widths(op, sizes, empty)
     return sizes
 
 
 def check_latent_queries(op: str, latent_q: Tensor, sizes: dict[str, int], window: bool) -> None:
     """``latent_q`` fits ``latent_k``, with one column more, the first, if there is a window."""
-    B, T, H, L = (sizes[c] for c in "BTHL")
-    if tuple(latent_q.shape) == (B, T, H, L + window):
+    B, T, H, L = sizes["B"], sizes["T"], sizes["H"], sizes["L"]
+    if latent_q.shape == (B, T, H, L + window):
         return
     wanted = f"(B={B}, T={T}, H={H}, L={L}), the shape of latent_k"
     if window:
@@ -96,7 +114,10 @@ def check_groups(op: str, H: int, G: int, name: str) -> None:
 
 def check_widths(op: str, sizes: dict[str, int], empty: str = "BT") -> None:
     """There may be no rows and no tokens, but heads and widths are at least 1."""
-    missing = [f"{letter}=0" for letter, size in sizes.items() if not size and letter not in empty]
+    missing = []
+    for letter, size in sizes.items():
+        if not size and letter not in empty:
+            missing.append(f"{letter}=0")
     if missing:
         raise ValueError(f"{op}: heads and widths must be at least 1, got {', '.join(missing)}")
 
@@ -109,11 +130,13 @@ def check_tangents(op: str, *tensors: Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if _differentiates():
+    if torch._C._functorch.peek_interpreter_stack() is not None and _differentiates():
         raise NotImplementedError(
             f"{op}: gradients by torch.func need backend='reference', the others have none;"
             " torch.autograd.grad works with all of them"
         )
+    if forward_ad._current_level < 0:
+        return
     for x in tensors:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
@@ -277,10 +300,14 @@ def check_window_state(
     N: int,
     k_BTGK: Tensor,
     v_BTGD: Tensor | None,
+    oldest_alone: bool = False,
 ) -> WindowState | None:
     """The state fits the window (any length of tail if that is None); as wide as k and v.
 
     Without v, values are not read, and may have any width.
+
+    Args:
+        oldest_alone: Whether the state may hold the value of its oldest token alone.
     """
     if state is None:
         return None
@@ -291,7 +318,10 @@ def check_window_state(
     P = window - 1 if window is not None else state[0].shape[1] if state[0].ndim > 1 else 0
     if v_BTGD is None:
         v_BTGD = state[1] if isinstance(state[1], Tensor) else k_BTGK
-    shapes = ((N, P, *k_BTGK.shape[2:]), (N, P, *v_BTGD.shape[2:]), (N, P))
+    held = P
+    if oldest_alone and isinstance(state[1], Tensor) and state[1].shape[1:2] == (1,):
+        held = 1
+    shapes = ((N, P, *k_BTGK.shape[2:]), (N, held, *v_BTGD.shape[2:]), (N, P))
     check_state(op, tuple(state), ("keys", "values", "mask"), shapes, k_BTGK.device)
     keys, values, mask = state
     return WindowState(keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype), mask)
@@ -309,22 +339,51 @@ def check_macchiato_state(
 ) -> tuple[LatteState | None, WindowState | None, WindowState | None]:
     """The parts of a state, which fit N, H, L, D and the inputs; as wide as these.
 
-    Latents, the window's tail and, with ``delay``, the sources that the latents have not read.
+    Latents, the window's tail and, with ``delay``, the sources that the latents have not read, with
+    all their values.
     """
     if state is None:
         return None, None, None
-    if not isinstance(state, tuple) or len(state) != 2 + delay:
-        came = f"{len(state)} parts" if isinstance(state, tuple) else type(state).__name__
+    named = hasattr(state, "pending")
+    parts = (state.latent, state.window, state.pending) if named else state
+    if named and parts == (None, None, None):
+        return None, None, None
+    given = [x for x in parts if x is not None] if isinstance(parts, tuple) else []
+    if len(given) != 2 + delay or len(parts) not in (2, 3):
+        came = f"{len(given)} parts" if isinstance(state, tuple) else type(state).__name__
         kind = "(LatteState, WindowState)"
         if delay:
             kind = "(LatteState, WindowState, WindowState), as delay=True makes it,"
         raise ValueError(f"{op}: initial_state must be the tuple {kind} that came out, got {came}")
-    latents, tail, unread = (*state, None)[:3]
-    return (
-        check_latte_state(op, latents, sizes, k_BTGK),
-        check_window_state(op, tail, window, sizes[0], k_BTGK, v_BTGD),
-        check_window_state(op, unread, window + 1, sizes[0], latent_k_BTHL, v_BTGD),
+    latents, tail, pending = (*parts, None)[:3]
+    latents = check_latte_state(op, latents, sizes, k_BTGK)
+    tail = check_window_state(op, tail, window, sizes[0], k_BTGK, v_BTGD)
+    if pending is None or tail is None:
+        return latents, tail, None
+    unread = check_window_state(
+        op, pending, window + 1, sizes[0], latent_k_BTHL, v_BTGD, oldest_alone=True
     )
+    return latents, tail, unread and with_all_values(unread, tail)
+
+
+def check_partition(op: str, partition: Partition | None) -> Partition:
+    """The division of the past; that of the paper if it is None."""
+    if partition is None:
+        return Partition()
+    if not isinstance(partition, Partition):
+        raise ValueError(f"{op}: partition must be a Partition, got {type(partition).__name__}")
+    return partition
+
+
+def sinks_alone(op: str, partition: Partition | None) -> Sinks | None:
+    """The sinks of a window without latents, where nothing else can be divided."""
+    sinks, delay, joint = check_partition(op, partition)
+    if delay or joint:
+        raise ValueError(
+            f"{op}: partition must have sinks alone, because there are no latents, got "
+            f"delay={delay}, joint={joint}"
+        )
+    return sinks
 
 
 def check_sinks(

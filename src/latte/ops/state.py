@@ -199,8 +199,51 @@ class SeenSinks(NamedTuple):
         return cls(sinks.q, keys, values, sinks.mask, seen)
 
 
-# Macchiato's state: latents, window, and with delayed latents the tokens they have not read yet.
-MacchiatoState = tuple[LatteState, WindowState] | tuple[LatteState, WindowState, WindowState]
+class Partition(NamedTuple):
+    """How the past is divided between the window and the latents, beyond the paper.
+
+    Attributes:
+        sinks: First tokens, which stay visible to the window's softmax.
+        delay: Whether the latents read only sources that have left the window, s <= t - W. The two
+            branches then share no source. While none has left the window, p(0|t) is 1.
+        joint: Whether the window's keys and the latents share one softmax. The window's logit
+            ``latent_q[..., 0]`` is then added to the logit of every key, so that p(0|t) is
+            ``softmax(latent_q_t + [m_t, 0, ..., 0])[0]`` with m_t the logsumexp of the window's
+            logits, sinks included.
+    """
+
+    sinks: Sinks | None = None
+    delay: bool = False
+    joint: bool = False
+
+
+class MacchiatoState(NamedTuple):
+    """The state of Latte-Macchiato. All parts are None before the first token.
+
+    Attributes:
+        latent: State of the latents.
+        window: Last W-1 local keys and values.
+        pending: Sources that delayed latents have not read yet, the last W tokens: their latent
+            keys (B, W, H, L) and mask (B, W), and the value (B, 1, G, D) of the oldest token alone,
+            because the window holds the others. None without delay.
+    """
+
+    latent: LatteState | None = None
+    window: WindowState | None = None
+    pending: WindowState | None = None
+
+
+def oldest_alone(pending: WindowState) -> WindowState:
+    """Pending sources (B, W, ...) with the value of the oldest alone."""
+    # A copy, because a view would keep all values alive.
+    return pending._replace(values=pending.values[:, :1].clone())
+
+
+def with_all_values(pending: WindowState, window: WindowState) -> WindowState:
+    """Pending sources with all their values, (B, W, G, D), those of the window too."""
+    if pending.values.shape[1] == pending.keys.shape[1]:
+        return pending
+    return pending._replace(values=torch.cat([pending.values, window.values], 1))
 
 
 class LinearState(NamedTuple):
@@ -262,9 +305,12 @@ def final_window_state(
     B, T = k_BTGK.shape[:2]
     real_BT = k_BTGK.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
     if window is not None:
-        earlier = (None, None, None) if initial_state is None else initial_state
-        parts = zip((k_BTGK, v_BTGD, real_BT), earlier, strict=True)
-        return WindowState(*(last_tokens(x, window - 1, cu_seqlens, old) for x, old in parts))
+        keys, values, mask = (None, None, None) if initial_state is None else initial_state
+        return WindowState(
+            last_tokens(k_BTGK, window - 1, cu_seqlens, keys),
+            last_tokens(v_BTGD, window - 1, cu_seqlens, values),
+            last_tokens(real_BT, window - 1, cu_seqlens, mask),
+        )
     state = WindowState(without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD), real_BT)
     if initial_state is not None:
         both = zip(initial_state, state, strict=True)
@@ -281,11 +327,13 @@ def last_tokens(
     """
     T = x_BTX.shape[1]
     if cu_seqlens is None:
-        if earlier_NPX is None and T < P:
-            earlier_NPX = x_BTX.new_zeros(x_BTX.shape[0], P - T, *x_BTX.shape[2:])
-        if earlier_NPX is not None:
-            x_BTX = torch.cat([earlier_NPX, x_BTX], 1)
-        return x_BTX.narrow(1, x_BTX.shape[1] - P, P).clone()
+        if T >= P:
+            return x_BTX.narrow(1, T - P, P).clone()
+        if earlier_NPX is None:
+            kept_NPX = x_BTX.new_zeros(x_BTX.shape[0], P - T, *x_BTX.shape[2:])
+        else:
+            kept_NPX = earlier_NPX.narrow(1, T, P - T)
+        return torch.cat([kept_NPX, x_BTX], 1)
     # Slot j of sequence n holds its token end - P + j, or the earlier tail's slot.
     bounds = sequence_bounds(cu_seqlens)
     start_N1, end_N1 = bounds[:-1, None], bounds[1:, None]
