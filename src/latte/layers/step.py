@@ -116,6 +116,7 @@ class StepState:
         if state.pending is not None:
             unread = with_all_values(state.pending, state.window)
             # The oldest of W tokens is in the slot that comes next.
+            unread = with_all_values(state.pending, state.window)
             latent_k, values, mask = (x.roll(-1, 1) for x in unread)
             made.pending = ring(latent_k)
         if state.sinks is not None:

@@ -121,6 +121,7 @@ CONVOLUTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "cpu": cpp_backend.causal_conv1d,
     "triton": triton_backend.causal_conv1d,
 }
+PAPER = Partition()  # nothing beyond the paper
 # The native and Triton backends have no kernels for full softmax attention: PyTorch computes it.
 FULL = PYTORCH = ("reference", "torch")
 
@@ -164,24 +165,24 @@ def latte_attention(
             also if ``log_decay`` is above 0.
     """
     op = "latte_attention"
-    sizes = check_inputs(op, q=(q, "BTHL"), k=(k, "BTHL"), v=(v, "BTGD"))
-    B, T, H, L, G, D = (sizes[c] for c in "BTHLGD")
+    sizes = check_inputs(op, {"q": q, "k": k, "v": v}, {"q": "BTHL", "k": "BTHL", "v": "BTGD"})
+    (B, T, H, L), (G, D) = q.shape, v.shape[2:]
     check_groups(op, H, G, "v")
     sequences = Sequences(key_mask, cu_seqlens, causal)
     sequences, N = check_sequences(op, B, T, q.device, sequences)
     cu_seqlens = sequences.cu_seqlens
-    dtype = computation_dtype(q.dtype)
     initial_state = check_latte_state(op, initial_state, (N, H, L, D), q)
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
     step = is_step((q, k, v, initial_state, log_decay), sequences)
-    empty = functools.partial(LatteState.empty, N, H, L, D, device=q.device, dtype=dtype)
+    empty = functools.partial(_empty, (N, H, L, D), q)
     forgotten = (
         total_log_decay(log_decay, initial_state, cu_seqlens) if output_final_state else None
     )
     as_given = initial_state, log_decay
-    initial_state, log_decay = _forget_first(initial_state, log_decay, step)
+    if step:
+        initial_state, log_decay = _forget_first(initial_state, log_decay)
     every = (q, k, v, log_decay, *(initial_state or ()))
-    serves = _natively(LATTE, causal)
+    serves = LATTE if causal else _natively(LATTE, causal)
     at = (q.device, lambda: unavailable(q, L, D))
     chosen = choose(op, backend, serves, *at, step=step, inputs=every)
     if chosen != "reference":
@@ -197,6 +198,10 @@ def latte_attention(
         A, mu, *_ = before or empty()
         out, *after = latte_step_op(q, k, v, key_mask, A, mu, decay)
         state = LatteState(*after)
+    elif chosen not in PYTORCH:  # these kernels read only what a query sees
+        earlier = None if initial_state is None else initial_state[:2]
+        forgetting = {} if log_decay is None else {"log_decay": log_decay}
+        out, state = LATTE[chosen](q, k, v, sequences, earlier, **forgetting)
     else:
 
         def run(q: Any, k: Any, v: Any, log_decay: Any, *earlier: Any) -> tuple[Tensor, ...]:
@@ -206,17 +211,18 @@ def latte_attention(
 
         given = {"q": q, "latent_k": k, "v": v, "log_decay": log_decay}
         given |= zip(("log_mass", "mean"), initial_state or (), strict=False)
-        out, *after = _alone(chosen, run, View(sequences), given)
+        out, *after = isolated(run, View(sequences), given)
         state = LatteState(*after)
-    after = LatteState(state.log_mass, state.mean, forgotten)
-    return out, after if output_final_state else None
+    if not output_final_state:
+        return out, None
+    if forgotten is not None or len(state) > 2:
+        state = LatteState(state[0], state[1], forgotten)
+    return out, state
 
 
-def _alone(
-    chosen: str, run: Callable[..., tuple[Tensor, ...]], view: View, given: dict[str, Any]
-) -> tuple[Tensor, ...]:
-    """Run a backend. What is not finite stays in its sequence: kernels see to that themselves."""
-    return isolated(run, view, given) if chosen in PYTORCH else run(*given.values())
+def _empty(sizes: tuple[int, int, int, int], q: Tensor) -> LatteState:
+    """The state before any token, of N, H, L, D, for inputs like ``q``."""
+    return LatteState.empty(*sizes, device=q.device, dtype=computation_dtype(q.dtype))
 
 
 def _natively(serves: Collection[str], causal: bool) -> Collection[str]:
@@ -225,12 +231,10 @@ def _natively(serves: Collection[str], causal: bool) -> Collection[str]:
 
 
 def _forget_first(
-    state: LatteState | None, log_decay: Tensor | None, step: bool
-) -> tuple[LatteState | None, Tensor | None]:
+    state: LatteState | None, log_decay: Tensor | None
+) -> tuple[LatteState | None, None]:
     """Apply the decay of a single step to the state, so that kernels without decay can run it."""
-    if log_decay is None or not step:
-        return state, log_decay
-    if state is not None:
+    if state is not None and log_decay is not None:
         state = LatteState(state.log_mass + log_decay[:, 0], *state[1:])
     return state, None
 
@@ -290,23 +294,20 @@ def macchiato_attention(
     op = "macchiato_attention"
     sizes = check_inputs(
         op,
-        latent_q=(latent_q, None),
-        latent_k=(latent_k, "BTHL"),
-        q=(q, "BTHK"),
-        k=(k, "BTGK"),
-        v=(v, "BTGD"),
+        {"latent_q": latent_q, "latent_k": latent_k, "q": q, "k": k, "v": v},
+        {"latent_k": "BTHL", "q": "BTHK", "k": "BTGK", "v": "BTGD"},
     )
     check_latent_queries(op, latent_q, sizes, window=True)
-    B, T, H, L, G, K, D = (sizes[c] for c in "BTHLGKD")
+    (B, T, H, L), K, (G, D) = latent_k.shape, q.shape[3], v.shape[2:]
     check_groups(op, H, G, "k and v")
     check_window(op, window)
     check_local(op, scale, softcap)
     sequences = Sequences(key_mask, cu_seqlens, causal)
     sequences, N = check_sequences(op, B, T, q.device, sequences)
     cu_seqlens = sequences.cu_seqlens
-    sinks, delay, joint = check_partition(op, partition)
-    dtype = computation_dtype(q.dtype)
-    sinks = check_sinks(op, sinks, sizes, N, q, causal)
+    sinks, delay, joint = PAPER if partition is None else check_partition(op, partition)
+    if sinks is not None:
+        sinks = check_sinks(op, sinks, sizes, N, q, causal)
     if delay and not causal:
         raise ValueError(f"{op}: delay needs causal=True: no source leaves a bidirectional window")
     if joint and not causal:
@@ -321,12 +322,14 @@ def macchiato_attention(
         )
     if not causal and (latents is not None or output_final_state):
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
-    log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
+    if log_decay is not None:
+        log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
     step = is_step((latent_q, latent_k, q, k, v, latents, tail, unread, log_decay), sequences)
-    empty = functools.partial(LatteState.empty, N, H, L, D, device=q.device, dtype=dtype)
+    empty = functools.partial(_empty, (N, H, L, D), q)
     forgotten = total_log_decay(log_decay, latents, cu_seqlens) if output_final_state else None
     as_given = latents, log_decay
-    latents, log_decay = _forget_first(latents, log_decay, step)
+    if step:
+        latents, log_decay = _forget_first(latents, log_decay)
     every = (latent_q, latent_k, q, k, v, log_decay, *(latents or ()), *(tail or ()))
     every = (*every, *(unread or ()), *(sinks or ()))
 
@@ -337,7 +340,7 @@ def macchiato_attention(
             return f"for K={K}: expected K from 1 to {WIDEST_VALUE}"
         return unavailable(q, L, D)
 
-    serves = _natively(MACCHIATO, causal)
+    serves = MACCHIATO if causal else _natively(MACCHIATO, causal)
     chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every)
     if chosen != "reference":
         check_tangents(op, *every)
@@ -412,10 +415,12 @@ def macchiato_attention(
             held.append(final_window_state(latent_k, v, window + 1, key_mask, cu_seqlens, unread))
     if delay:
         held[1] = oldest_alone(held[1])
-    after = MacchiatoState(LatteState(latte_state.log_mass, latte_state.mean, forgotten), *held)
-    if initial_state is not None and hasattr(initial_state, "pending"):
-        return out, initial_state._replace(**after._asdict())
-    return out, after
+    if forgotten is not None or len(latte_state) > 2:
+        latte_state = LatteState(latte_state[0], latte_state[1], forgotten)
+    if initial_state is None or not hasattr(initial_state, "pending"):
+        return out, MacchiatoState(latte_state, *held)
+    pending = held[1] if delay else None
+    return out, initial_state._replace(latent=latte_state, window=held[0], pending=pending)
 
 
 def _macchiato_step(
@@ -468,7 +473,7 @@ def window_log_mass(
         ValueError: Shapes, dtypes or devices do not fit.
     """
     op = "window_log_mass"
-    sizes = check_inputs(op, q=(q, "BTHK"), k=(k, "BTGK"))
+    sizes = check_inputs(op, {"q": q, "k": k}, {"q": "BTHK", "k": "BTGK"})
     check_groups(op, sizes["H"], sizes["G"], "k")
     check_window(op, window)
     check_local(op, scale, softcap)
@@ -538,8 +543,8 @@ def sliding_window_attention(
         ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "sliding_window_attention"
-    sizes = check_inputs(op, q=(q, "BTHK"), k=(k, "BTGK"), v=(v, "BTGD"))
-    B, T, H, G, K, D = (sizes[c] for c in "BTHGKD")
+    sizes = check_inputs(op, {"q": q, "k": k, "v": v}, {"q": "BTHK", "k": "BTGK", "v": "BTGD"})
+    (B, T, H, K), (G, D) = q.shape, v.shape[2:]
     check_groups(op, H, G, "k and v")
     check_window(op, window, optional=True)
     check_local(op, scale, softcap)
@@ -581,7 +586,9 @@ def sliding_window_attention(
     given: dict[str, Any] = {"q": q, "k": k, "v": v}
     given |= zip(("tail_k", "tail_v"), initial_state or NO_STATE, strict=False)
     given |= zip(("sink_q", "sink_k", "sink_v"), seen or NO_SINKS, strict=False)
-    return _alone(chosen, run, _near(local, sequences, initial_state, seen), given)[0], state
+    if chosen not in PYTORCH:  # these kernels read only what a query sees
+        return run(*given.values())[0], state
+    return isolated(run, _near(local, sequences, initial_state, seen), given)[0], state
 
 
 def _elu(x: Tensor) -> Tensor:
@@ -711,10 +718,10 @@ def rg_lru(
         ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "rg_lru"
-    gates = {"recurrence_gate": (recurrence_gate, "BTE"), "input_gate": (input_gate, "BTE")}
-    sizes = check_inputs(op, x=(x, "BTE"), **gates, empty="BTE")
+    inputs = {"x": x, "recurrence_gate": recurrence_gate, "input_gate": input_gate}
+    sizes = check_inputs(op, inputs, dict.fromkeys(inputs, "BTE"), empty="BTE")
     check_parameters(op, x.device, sizes, theta=(theta, "E"))
-    B, T, E = (sizes[c] for c in "BTE")
+    B, T, E = x.shape
     sequences = Sequences(key_mask, cu_seqlens)
     sequences, N = check_sequences(op, B, T, x.device, sequences)
     dtype = computation_dtype(x.dtype)
@@ -736,9 +743,12 @@ def rg_lru(
         inputs = (x, recurrence_gate, input_gate, theta)
         return RG_LRU[chosen](*inputs, sequences, state, reverse)
 
-    given = {"x": x, "recurrence_gate": recurrence_gate, "input_gate": input_gate}
-    view = View(sequences, reverse=reverse)
-    out, last = _alone(chosen, run, view, given | {"state": initial_state})
+    if chosen in PYTORCH:
+        out, last = isolated(
+            run, View(sequences, reverse=reverse), inputs | {"state": initial_state}
+        )
+    else:  # these kernels read only what a token sees
+        out, last = run(x, recurrence_gate, input_gate, initial_state)
     return out, begun(last, sequences) if output_final_state else None
 
 
@@ -773,10 +783,10 @@ def causal_conv1d(
         ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "causal_conv1d"
-    sizes = check_inputs(op, x=(x, "BTE"), empty="BTE")
+    sizes = check_inputs(op, {"x": x}, {"x": "BTE"}, empty="BTE")
     parameters = {"weight": (weight, "EK")} | ({} if bias is None else {"bias": (bias, "E")})
     check_parameters(op, x.device, sizes, **parameters)
-    B, T, E, K = (sizes[c] for c in "BTEK")
+    (B, T, E), K = x.shape, weight.shape[1]
     if K < 1:
         raise ValueError(f"{op}: weight must have at least one tap, got {tuple(weight.shape)}")
     sequences = Sequences(key_mask, cu_seqlens)
@@ -824,8 +834,9 @@ def attention_weights(
     op = "attention_weights"
     if (q is None) != (k is None):
         raise ValueError(f"{op}: local q and k go together, got one of them")
-    local: dict[str, Any] = {} if q is None or k is None else {"q": (q, "BTHK"), "k": (k, "BTGK")}
-    sizes = check_inputs(op, latent_q=(latent_q, None), latent_k=(latent_k, "BTHL"), **local)
+    local: dict[str, Any] = {} if q is None or k is None else {"q": q, "k": k}
+    letters = {"latent_k": "BTHL"} | ({"q": "BTHK", "k": "BTGK"} if local else {})
+    sizes = check_inputs(op, {"latent_q": latent_q, "latent_k": latent_k} | local, letters)
     check_latent_queries(op, latent_q, sizes, window=bool(local))
     if local:
         check_window(op, window)

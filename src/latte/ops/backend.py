@@ -146,15 +146,7 @@ def watch_choices() -> Iterator[set[str]]:
         _watched = before
 
 
-def choose(op: str, backend: str | None, *given: Any, **named: Any) -> str:
-    """Like :func:`_choose`, and records the choice for :func:`watch_choices`."""
-    chosen = _choose(op, backend, *given, **named)
-    if _watched is not None:
-        _watched.add(chosen)
-    return chosen
-
-
-def _choose(
+def choose(
     op: str,
     backend: str | None,
     serves: Collection[str],
@@ -165,6 +157,8 @@ def _choose(
     inputs: tuple[Any, ...] = (),
 ) -> str:
     """The backend of one call: the one it names, or the default's choice for None.
+
+    :func:`watch_choices` records it.
 
     Args:
         serves: Backends that have this op.
@@ -178,30 +172,34 @@ def _choose(
         ValueError: The op has no such backend, or that one cannot serve the inputs. On a GPU a
             default ``"triton"`` warns once instead, and ``"torch"`` is used.
     """
-    exactly = backend is not None
-    if backend is None:
+    chosen, can_serve = backend, False
+    if chosen is None:
         named = named_backend()
+        chosen = "torch" if named is None or named not in serves else named
         if named is None and step and device.type == "cuda" and refusal() is None:
-            return "triton"
-        if named is None and "cpu" in serves and cpp_backend.serves(*inputs):
-            return "cpu"
-        backend = named if named is not None and named in serves else "torch"
-    elif backend not in BACKENDS:
+            chosen, can_serve = "triton", True
+        elif named is None and "cpu" in serves and cpp_backend.serves(*inputs):
+            chosen, can_serve = "cpu", True
+    elif chosen not in BACKENDS:
         raise ValueError(f"{op}: backend must be None or one of {tuple(serves)}, got {backend!r}")
-    elif backend not in serves:
+    elif chosen not in serves:
         raise ValueError(
             f"{op}: backend {backend!r} is not available for this op, "
             f"expected one of {tuple(serves)}"
         )
-    if backend == "triton" and (reason := refusal()) is not None:
+    if chosen == "triton" and not can_serve and (reason := refusal()) is not None:
         message = f"{op}: backend 'triton' is not available {reason}"
-        if exactly or device.type != "cuda":
+        if backend is not None or device.type != "cuda":
             raise ValueError(message)
         warn_once(f"{message}; the default gives way to 'torch'")
-        return "torch"
-    if backend == "cpu" and (reason := cpp_backend.unavailable(inputs[0])) is not None:
-        raise ValueError(f"{op}: backend 'cpu' is not available {reason}")
-    return backend
+        chosen = "torch"
+    if chosen == "cpu" and not can_serve:
+        reason = cpp_backend.unavailable(inputs[0])
+        if reason is not None:
+            raise ValueError(f"{op}: backend 'cpu' is not available {reason}")
+    if _watched is not None:
+        _watched.add(chosen)
+    return chosen
 
 
 def steps_in_place(device_type: str, compiled: bool) -> bool:

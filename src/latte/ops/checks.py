@@ -28,7 +28,7 @@ LARGEST_WINDOW = 2**63 - 1  # that the kernels take
 
 def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
     """All tensors are floating point, of one dtype and on one device."""
-    first_name, first = next(iter(tensors.items()))
+    first: Tensor | None = None
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
@@ -36,11 +36,13 @@ def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
             raise ValueError(
                 f"{op}: {name} must be float32, bfloat16, float16 or float64, got {x.dtype}"
             )
-        if x.dtype != first.dtype:
+        if first is None:
+            first, first_name = x, name
+        elif x.dtype != first.dtype:
             raise ValueError(
                 f"{op}: {name} must have the dtype of {first_name}, {first.dtype}, got {x.dtype}"
             )
-        if x.device != first.device:
+        elif x.device != first.device:
             raise ValueError(
                 f"{op}: {name} must be on the device of {first_name}, {first.device}, "
                 f"got {x.device}"
@@ -49,42 +51,51 @@ def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
 
 def check_shape(op: str, name: str, x: Tensor, letters: str, sizes: dict[str, int]) -> None:
     """``x`` has the dimensions named by ``letters``; unknown letters are learnt into ``sizes``."""
-    known = {c: sizes[c] for c in letters if c in sizes}
+    check_shapes(op, {name: x}, {name: letters}, sizes)
 
-    def expected() -> str:  # only for an error: a graph that prints a size is for that size alone
-        return "(" + ", ".join(f"{c}={known[c]}" if c in known else c for c in letters) + ")"
 
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{op}: {name} must be a tensor {expected()}, got {type(x).__name__}")
-    if x.ndim != len(letters):
-        raise ValueError(f"{op}: {name} must have shape {expected()}, got {tuple(x.shape)}")
-    for letter, size in zip(letters, x.shape, strict=True):
-        if sizes.setdefault(letter, size) != size:
-            raise ValueError(f"{op}: {name} must have shape {expected()}, got {tuple(x.shape)}")
+def check_shapes(
+    op: str, tensors: dict[str, Tensor], letters: dict[str, str], sizes: dict[str, int]
+) -> None:
+    """As :func:`check_shape`, for all tensors that have letters. One function: every call asks."""
+    for name, dims in letters.items():
+        x = tensors[name]
+        if isinstance(x, Tensor) and x.ndim == len(dims):
+            shape = x.shape
+            for letter, size in zip(dims, shape, strict=True):
+                if sizes.get(letter, size) != size:
+                    break
+            else:
+                sizes.update(zip(dims, shape, strict=True))
+                continue
+        # Only for an error: a graph that prints a size is for that size alone.
+        expected = ", ".join([f"{c}={sizes[c]}" if c in sizes else c for c in dims])
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor ({expected}), got {type(x).__name__}")
+        raise ValueError(f"{op}: {name} must have shape ({expected}), got {tuple(x.shape)}")
 
 
 def check_inputs(
-    op: str, *, empty: str = "BT", **inputs: tuple[Tensor, str | None]
+    op: str, tensors: dict[str, Tensor], letters: dict[str, str], empty: str = "BT"
 ) -> dict[str, int]:
     """Dtypes, devices, then shapes of inputs named with their letters: the size of each letter.
 
     Args:
+        tensors: Inputs by their names.
+        letters: Letters of the inputs' dimensions. An input without letters has any shape.
         empty: Letters of sizes that may be 0. By default rows and tokens, not heads and widths.
-        inputs: Tensors and their letters, or None instead of the letters to check no shape.
     """
-    check_floats(op, {name: x for name, (x, _) in inputs.items()})
+    check_floats(op, tensors)
     sizes: dict[str, int] = {}
-    for name, (x, letters) in inputs.items():
-        if letters is not None:
-            check_shape(op, name, x, letters, sizes)
+    check_shapes(op, tensors, letters, sizes)
     check_widths(op, sizes, empty)
     return sizes
 
 
 def check_latent_queries(op: str, latent_q: Tensor, sizes: dict[str, int], window: bool) -> None:
     """``latent_q`` fits ``latent_k``, with one column more, the first, if there is a window."""
-    B, T, H, L = (sizes[c] for c in "BTHL")
-    if tuple(latent_q.shape) == (B, T, H, L + window):
+    B, T, H, L = sizes["B"], sizes["T"], sizes["H"], sizes["L"]
+    if latent_q.shape == (B, T, H, L + window):
         return
     wanted = f"(B={B}, T={T}, H={H}, L={L}), the shape of latent_k"
     if window:
@@ -103,7 +114,10 @@ def check_groups(op: str, H: int, G: int, name: str) -> None:
 
 def check_widths(op: str, sizes: dict[str, int], empty: str = "BT") -> None:
     """There may be no rows and no tokens, but heads and widths are at least 1."""
-    missing = [f"{letter}=0" for letter, size in sizes.items() if not size and letter not in empty]
+    missing = []
+    for letter, size in sizes.items():
+        if not size and letter not in empty:
+            missing.append(f"{letter}=0")
     if missing:
         raise ValueError(f"{op}: heads and widths must be at least 1, got {', '.join(missing)}")
 
@@ -116,11 +130,13 @@ def check_tangents(op: str, *tensors: Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if _differentiates():
+    if torch._C._functorch.peek_interpreter_stack() is not None and _differentiates():
         raise NotImplementedError(
             f"{op}: gradients by torch.func need backend='reference', the others have none;"
             " torch.autograd.grad works with all of them"
         )
+    if forward_ad._current_level < 0:
+        return
     for x in tensors:
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
@@ -344,10 +360,10 @@ def check_macchiato_state(
     tail = check_window_state(op, tail, window, sizes[0], k_BTGK, v_BTGD)
     if pending is None or tail is None:
         return latents, tail, None
-    pending = check_window_state(
+    unread = check_window_state(
         op, pending, window + 1, sizes[0], latent_k_BTHL, v_BTGD, oldest_alone=True
     )
-    return latents, tail, with_all_values(pending, tail)
+    return latents, tail, unread and with_all_values(unread, tail)
 
 
 def check_partition(op: str, partition: Partition | None) -> Partition:

@@ -39,7 +39,7 @@ NATIVE = torch.library.Library("latte", "FRAGMENT")
 def empty_gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Contiguous buffers of the inputs' shapes and dtypes, not written yet.
 
-    Empty for inputs that are None: an op cannot return that.
+    An input that is None gets a tensor without numbers, because an op cannot return None.
     """
     like = next(x for x in inputs if x is not None)
     return tuple(
@@ -103,7 +103,7 @@ def differentiable_op(
         forward: Function of the arguments that computes the outputs. None: the native library has
             the kernels of both passes.
         backward: Function of the arguments, the gradients of ``returns``, and ``saves``. It returns
-            ``gradients`` by name, in any dtype. It may leave out those of arguments that are None.
+            ``gradients`` by name, in any dtype. Those of arguments that are None may be missing.
         returns: Names of the outputs that have gradients.
         gradients: Names of the arguments that have gradients.
         saves: Names of the outputs that the backward pass needs. Those that are not in ``returns``
@@ -204,7 +204,7 @@ def _register(
 
 
 def _split(given: tuple[Any, ...], *sizes: int) -> Iterator[tuple[Any, ...]]:
-    """So many of the values, one size after the other, and the rest."""
+    """Tuples of the next values, of these sizes in turn, and a last one of those that remain."""
     for size in sizes:
         yield given[:size]
         given = given[size:]

@@ -42,7 +42,7 @@ def takes(x: Tensor) -> bool:
         return False
     if x.dtype not in DTYPES or type(x) is not Tensor or not x.is_cpu:
         return False
-    return cpp_backend.ready()
+    return cpp_backend.ABSENT is None or cpp_backend.ready()
 
 
 def fits(x: Tensor, *weights: Any) -> bool:

@@ -73,7 +73,7 @@ class Bad(NamedTuple):
 
     @classmethod
     def of(cls, given: Given, view: View) -> Bad:
-        """Of the inputs of a call."""
+        """The inputs of a call that are not finite."""
         like = next(x for name, x in given.items() if name in SOURCES and x is not None)
         B, T = like.shape[:2]
         N = count_sequences(B, view.sequences.cu_seqlens)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from latte.ops import cpp_backend, decoding, reference
 from latte.ops.backend import named_backend
@@ -48,12 +49,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = Non
         ValueError: The backend is not available for these inputs.
     """
     if backend is None:
-        if decoding.serves(x) and decoding.fits(x, weight):
+        few = x.numel() <= decoding.MOST_ROWS * x.size(-1)
+        if few and decoding.serves(x) and decoding.fits(x, weight):
             return decoding.rms_norm(x, weight, eps)
         # A step of many rows is quicker by PyTorch's operations.
-        worth = torch.is_grad_enabled() or not torch_pointwise.single_tokens(x)
+        worth = torch.is_grad_enabled() or not (x.ndim <= 2 or x.shape[1] == 1)
         worth = worth and x.dtype != torch.bfloat16
-        native = worth and on_cpu(x) and decoding.takes(x) and decoding.fits(x, weight)
+        native = worth and _native(x) and decoding.fits(x, weight)
         backend = "cpu" if native else _without_kernels()
     else:
         _check("rms_norm", backend, x)
@@ -67,7 +69,7 @@ def silu_product(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Ten
         ValueError: The backend is not available for these inputs.
     """
     if backend is None:
-        native = on_cpu(gate) and decoding.takes(gate) and gate.dtype == up.dtype
+        native = gate.dtype == up.dtype and _native(gate)
         backend = "cpu" if native else _without_kernels()
     else:
         _check("silu_product", backend, gate)
@@ -88,11 +90,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -
     if backend is None:
         table = cos.shape[1:] == (x.shape[1], 1, x.shape[-1] // 2)
         table = table and cos.dtype == computation_dtype(x.dtype)
-        native = table and on_cpu(x) and decoding.takes(x)
+        native = table and _native(x)
         backend = "cpu" if native else _without_kernels()
     else:
         _check("rotate", backend, x)
     return ROTATE[backend](x, cos, sin)
+
+
+def _native(x: Tensor) -> bool:
+    """Whether the native kernels take tensors like x, one by one on a CPU."""
+    if type(x) is not Tensor or not x.is_cpu or x.dtype not in decoding.DTYPES:
+        return False
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return named_backend() in (None, "cpu") and (cpp_backend.ABSENT is None or cpp_backend.ready())
 
 
 def _without_kernels() -> str:

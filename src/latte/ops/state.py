@@ -305,9 +305,12 @@ def final_window_state(
     B, T = k_BTGK.shape[:2]
     real_BT = k_BTGK.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
     if window is not None:
-        earlier = (None, None, None) if initial_state is None else initial_state
-        parts = zip((k_BTGK, v_BTGD, real_BT), earlier, strict=True)
-        return WindowState(*(last_tokens(x, window - 1, cu_seqlens, old) for x, old in parts))
+        keys, values, mask = (None, None, None) if initial_state is None else initial_state
+        return WindowState(
+            last_tokens(k_BTGK, window - 1, cu_seqlens, keys),
+            last_tokens(v_BTGD, window - 1, cu_seqlens, values),
+            last_tokens(real_BT, window - 1, cu_seqlens, mask),
+        )
     state = WindowState(without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD), real_BT)
     if initial_state is not None:
         both = zip(initial_state, state, strict=True)
@@ -324,11 +327,13 @@ def last_tokens(
     """
     T = x_BTX.shape[1]
     if cu_seqlens is None:
-        if earlier_NPX is None and T < P:
-            earlier_NPX = x_BTX.new_zeros(x_BTX.shape[0], P - T, *x_BTX.shape[2:])
-        if earlier_NPX is not None:
-            x_BTX = torch.cat([earlier_NPX, x_BTX], 1)
-        return x_BTX.narrow(1, x_BTX.shape[1] - P, P).clone()
+        if T >= P:
+            return x_BTX.narrow(1, T - P, P).clone()
+        if earlier_NPX is None:
+            kept_NPX = x_BTX.new_zeros(x_BTX.shape[0], P - T, *x_BTX.shape[2:])
+        else:
+            kept_NPX = earlier_NPX.narrow(1, T, P - T)
+        return torch.cat([kept_NPX, x_BTX], 1)
     # Slot j of sequence n holds its token end - P + j, or the earlier tail's slot.
     bounds = sequence_bounds(cu_seqlens)
     start_N1, end_N1 = bounds[:-1, None], bounds[1:, None]

@@ -309,7 +309,7 @@ def _native(state: Tensor | None, first: Tensor, *others: Tensor) -> bool:
         return False
     if state is not None and state.dtype != computation_dtype(dtype):
         return False
-    return cpp_backend.ready()
+    return cpp_backend.ABSENT is None or cpp_backend.ready()
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -76,7 +76,8 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
             tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
             first = next(tensors, None)
         kind = "cpu" if first is None else first.device.type
-        if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
+        known = kind == "cpu" or kind == "cuda" or _has_autocast(kind)
+        if not known or not torch.is_autocast_enabled(kind):
             return fn(*args, **kwargs)
         with torch.autocast(kind, enabled=False):
             return fn(*args, **kwargs)

@@ -70,15 +70,18 @@ def serves(*tensors: Tensor | None) -> bool:
     They are not in forward mode or in a transform of ``torch.func``. Custom ops do not support
     these, so PyTorch's own operations are used.
     """
-    if any(x is not None and x.device.type != "cpu" for x in tensors):
-        return False
+    for x in tensors:
+        if x is not None and not x.is_cpu:
+            return False
     if torch.compiler.is_compiling():
         return ready()
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        return False
-    return ready()
+    if forward_ad._current_level >= 0:
+        for x in tensors:
+            if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+                return False
+    return ABSENT is None or ready()
 
 
 class RGLRU(NamedTuple):
@@ -163,7 +166,7 @@ def latte_attention(
     log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.latte_attention`, if causal."""
-    around = (*_readable(sequences), *_contiguous(earlier, NO_STATE), log_decay)
+    around = (*_readable(sequences), *_contiguous(earlier or NO_STATE), log_decay)
     out, A, mu, *_ = latte_op(q_BTHL, k_BTHL, v_BTHD, *around)
     return out, LatteState(A, mu)
 
@@ -186,10 +189,9 @@ def macchiato_attention(
 ) -> tuple[Tensor, LatteState]:
     """See :func:`latte.ops.macchiato_attention`, if causal; ``latent_q`` has L + 1 columns."""
     inputs = (latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD)
-    around = (*_readable(sequences), *_contiguous(earlier, NO_STATE), log_decay)
-    near = (*_contiguous(tail, NO_WINDOW), *_contiguous(sinks, NO_SINKS))
-    late = _contiguous(pending, NO_WINDOW)
-    out, A, mu, *_ = macchiato_op(*inputs, *around, *near, *late, *local, delay, joint)
+    around = (*_readable(sequences), *_contiguous(earlier or NO_STATE), log_decay)
+    near = _contiguous((*(tail or NO_WINDOW), *(sinks or NO_SINKS), *(pending or NO_WINDOW)))
+    out, A, mu, *_ = macchiato_op(*inputs, *around, *near, *local, delay, joint)
     return out, LatteState(A, mu)
 
 
@@ -203,14 +205,17 @@ def sliding_window_attention(
     sinks: SeenSinks | None = None,
 ) -> Tensor:
     """See :func:`latte.ops.sliding_window_attention`, if causal and with a window."""
-    near = (*_contiguous(tail, NO_WINDOW), *_contiguous(sinks, NO_SINKS))
+    near = _contiguous((*(tail or NO_WINDOW), *(sinks or NO_SINKS)))
     around = (*_readable(sequences), *near, *local, sequences.causal)
     return window_op(q_BTHK, k_BTGK, v_BTGD, *around)
 
 
-def _contiguous(state: tuple[Tensor, ...] | None, absent: Earlier) -> Earlier:
-    """The tensors of a state, or ``absent``."""
-    return absent if state is None else tuple(x.contiguous() for x in state)
+def _contiguous(tensors: Earlier) -> Earlier:
+    """The same tensors, contiguous."""
+    found = []
+    for x in tensors:
+        found.append(x if x is None else x.contiguous())
+    return tuple(found)
 
 
 def _readable(sequences: Sequences) -> tuple[Tensor | None, Tensor | None]:
