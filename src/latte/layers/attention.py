@@ -238,9 +238,9 @@ class LatteMacchiato(Mixer):
         self, x_BTE: Tensor, projected: Projected, context: Context
     ) -> tuple[Tensor, MixerState | None]:
         """Both branches, (B, T, H, D), and the state after the tokens if it is wanted."""
-        sinks = self.sinks(projected, context)
-        partition = self.partition
-        if sinks is not None:
+        sinks, partition = None, self.partition
+        if self.num_sinks:
+            sinks = self.sinks(projected, context)
             partition = Partition(sinks, self.delay_latents, self.joint_softmax)
         out, after = context.across(macchiato_attention)(
             projected.latent_q,
@@ -259,7 +259,7 @@ class LatteMacchiato(Mixer):
             log_decay=projected.log_decay,
             partition=partition,
         )
-        return out, self._with_sinks(after, sinks)
+        return out, after if sinks is None else self._with_sinks(after, sinks)
 
     def window_branch(self, near: Projected, context: Context) -> tuple[Tensor, MixerState | None]:
         """The window alone, (B, T, H, D), with its sinks if it has any, and the state."""

@@ -18,13 +18,13 @@ from latte.layers.parts import (
     InitializedModule,
     Rotary,
     RotaryEmbedding,
-    apply_rotary,
     of_single_tokens,
     token_positions,
 )
 from latte.layers.rollback import PastKeys, Recorded, advance_position, real_tokens, rollback
 from latte.layers.weights import DenseWeights
 from latte.ops import LatteState
+from latte.ops.pointwise import rotate
 from latte.ops.state import LinearState, WindowState
 
 
@@ -409,7 +409,7 @@ class Mixer(DenseWeights, InitializedModule):
         if after is None or not context.output_final_state:
             return None
         latent, sources, recorded = after.latent, after.sources, after.recorded
-        if latent is not None and latent.forgets:
+        if latent is not None and len(latent) > 2:
             # A layer never merges states, so it needs no total log-decay.
             latent = LatteState(latent.log_mass, latent.mean)
         if sources is not None:
@@ -441,27 +441,24 @@ class Mixer(DenseWeights, InitializedModule):
     def near(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         """Local queries and keys of x, rotated, and values."""
         G = self.num_key_value_heads
-        q_BTHK = self._heads(self.q_proj(x_BTE), self.num_heads)
-        k_BTGK = self._heads(self.k_proj(x_BTE), G)
-        v_BTGD = self._heads(self.v_proj(x_BTE), G)
+        q_BTHK = self.q_proj(x_BTE).unflatten(-1, (self.num_heads, -1))
+        k_BTGK = self.k_proj(x_BTE).unflatten(-1, (G, -1))
+        v_BTGD = self.v_proj(x_BTE).unflatten(-1, (G, -1))
         return self._rotated(q_BTHK, k_BTGK, v_BTGD, state, context)
 
     def _rotated(
         self, q: Tensor, k: Tensor, v: Tensor, state: MixerState, context: Context
     ) -> Projected:
         """Queries and keys in the rotation of their positions, and the queries for the sinks."""
-        rotary, sink_q = self._rotary_table(q, context), None if self.sink_edge is None else q
-        if rotary is not None:
+        rotary, sink_q = None, None if self.sink_edge is None else q
+        if self.rotary is not None:
+            rotary = context.rotary
+            if rotary is None:
+                rotary = self.rotary(context.positions(q), q.dtype, self.sink_edge)
             if sink_q is not None:
-                sink_q = apply_rotary(q, rotary.sinks)
-            q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+                sink_q = rotate(q, *rotary.sinks[:2])
+            q, k = rotate(q, rotary.cos, rotary.sin), rotate(k, rotary.cos, rotary.sin)
         return Projected(v, state, q=q, k=k, sink_q=sink_q)
-
-    def _rotary_table(self, q_BTHK: Tensor, context: Context) -> Rotary | None:
-        """The table of these queries' positions: the given one, or else a new one."""
-        if self.rotary is None or context.rotary is not None:
-            return None if self.rotary is None else context.rotary
-        return self.rotary(context.positions(q_BTHK), q_BTHK.dtype, self.sink_edge)
 
     def _local_step(
         self, x_BE: Tensor, state: Any, rotary: Rotary | None

@@ -111,9 +111,10 @@ class SwiGLU(nn.Module):
         if weights:
             return linear_maps(decoding.swiglu(x_BTE, *weights), parts["down_proj"])[0]
         gate, up = self.gate_proj(x_BTE), self.up_proj(x_BTE)
-        product = functools.partial(pointwise.silu_product, gate, up)
-        inner = product()
-        with recomputed((inner, product)):
+        inner = pointwise.silu_product(gate, up)
+        if not inner.requires_grad:
+            return self.down_proj(inner)
+        with recomputed((inner, functools.partial(pointwise.silu_product, gate, up))):
             return self.down_proj(inner)
 
 

@@ -5,6 +5,7 @@ Shape suffixes: B batch, T tokens, E channels, N blocks, P channels per block.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from latte.layers.context_parallel import ShardedOps, across
 from latte.layers.latent_fields import LatentFields, check_decay_range
 from latte.layers.native import READ, is_hooked
 from latte.layers.parts import InitializedModule, RMSNorm
-from latte.layers.recomputation import recomputed
+from latte.layers.recomputation import NOTHING, recomputed
 from latte.ops import rg_lru
 from latte.ops.step import in_dtype, rg_lru_step
 from latte.ops.tensors import computation_dtype
@@ -116,20 +117,18 @@ class RGLRU(InitializedModule):
         check_input("RGLRU", x_BTE, self.hidden_size, self.recurrence_gate.weight)
         dtype = x_BTE.dtype
 
-        def recurrence_gate() -> Tensor:
-            return self.recurrence_gate(x_BTE).to(dtype)  # autocast may have lowered it
+        def gate(affine: nn.Module) -> Tensor:
+            return affine(x_BTE).to(dtype)  # autocast may have lowered it
 
-        def input_gate() -> Tensor:
-            return self.input_gate(x_BTE).to(dtype)
-
-        gates = recurrence_gate(), input_gate()
+        parts = self.recurrence_gate, self.input_gate, self
+        gates = self.recurrence_gate(x_BTE).to(dtype), self.input_gate(x_BTE).to(dtype)
         again: tuple[Any, ...] = ()
-        if gates[0].requires_grad:
-            parts = self.recurrence_gate, self.input_gate, self
-            if tuple(map(type, parts)) == STEP_KINDS[:3] and not any(map(is_hooked, parts)):
-                again = (gates[0], recurrence_gate), (gates[1], input_gate)
+        if gates[0].requires_grad and tuple(map(type, parts)) == STEP_KINDS[:3]:
+            if not any(map(is_hooked, parts)):
+                makers = (functools.partial(gate, part) for part in parts[:2])
+                again = tuple(zip(gates, makers, strict=True))
         op = rg_lru if shards is None else across(rg_lru, shards)
-        with recomputed(*again):
+        with recomputed(*again) if again else NOTHING:
             return op(
                 x_BTE,
                 *gates,

@@ -106,15 +106,16 @@ class LatteBlock(GradientCheckpointingLayer):
             mixed, after, weights = self.mixer.with_weights(normed, state=state, context=context)
         else:
             mixed, after = self.mixer(normed, state=state, context=context)
-        return self._feed_forward(x_BTE + self._drop(mixed)), after, weights
+        if self.dropout.training:
+            mixed = self.dropout(mixed)
+        return self._feed_forward(x_BTE + mixed), after, weights
 
     def _feed_forward(self, x_BTE: Tensor) -> Tensor:
         """``x + mlp(norm(x))``, or x if the block has no MLP."""
-        return x_BTE if self.mlp is None else x_BTE + self._drop(self.mlp(self.mlp_norm(x_BTE)))
-
-    def _drop(self, x_BTE: Tensor) -> Tensor:
-        """Dropout in training."""
-        return self.dropout(x_BTE) if self.dropout.training else x_BTE
+        if self.mlp is None:
+            return x_BTE
+        inner = self.mlp(self.mlp_norm(x_BTE))
+        return x_BTE + (self.dropout(inner) if self.dropout.training else inner)
 
     @property
     def parts(self) -> LayerParts:

@@ -326,7 +326,9 @@ def macchiato_attention(
         log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
     step = is_step((latent_q, latent_k, q, k, v, latents, tail, unread, log_decay), sequences)
     empty = functools.partial(_empty, (N, H, L, D), q)
-    forgotten = total_log_decay(log_decay, latents, cu_seqlens) if output_final_state else None
+    forgotten = None
+    if output_final_state and (log_decay is not None or latents is not None):
+        forgotten = total_log_decay(log_decay, latents, cu_seqlens)
     as_given = latents, log_decay
     if step:
         latents, log_decay = _forget_first(latents, log_decay)
@@ -739,16 +741,16 @@ def rg_lru(
         out = nothing_out(x, recurrence_gate, input_gate, theta)
         return out, last if output_final_state else None
 
-    def run(x: Any, recurrence_gate: Any, input_gate: Any, state: Any) -> tuple[Tensor, ...]:
-        inputs = (x, recurrence_gate, input_gate, theta)
-        return RG_LRU[chosen](*inputs, sequences, state, reverse)
-
+    op_of_backend, given = RG_LRU[chosen], (x, recurrence_gate, input_gate)
     if chosen in PYTORCH:
-        out, last = isolated(
-            run, View(sequences, reverse=reverse), inputs | {"state": initial_state}
-        )
+
+        def run(*tensors: Any) -> tuple[Tensor, ...]:
+            return op_of_backend(*tensors[:3], theta, sequences, tensors[3], reverse)
+
+        view = View(sequences, reverse=reverse)
+        out, last = isolated(run, view, inputs | {"state": initial_state})
     else:  # these kernels read only what a token sees
-        out, last = run(x, recurrence_gate, input_gate, initial_state)
+        out, last = op_of_backend(*given, theta, sequences, initial_state, reverse)
     return out, begun(last, sequences) if output_final_state else None
 
 

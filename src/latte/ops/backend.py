@@ -54,15 +54,13 @@ from latte.ops.tensors import Sequences
 BACKENDS = ("reference", "torch", "cpu", "triton")
 
 
-class _Named(threading.local):
-    """The default of a thread. Plain values, which torch.compile can guard on."""
+class Named(threading.local):
+    """The default that was named, if any: of a thread, or else of the process (the class's)."""
 
-    backend: str | None = None
+    backend: str | None = os.environ.get("LATTE_BACKEND")
 
 
-# None: no default was named.
-_default: str | None = os.environ.get("LATTE_BACKEND")  # of the process
-_here = _Named()
+named = Named()
 _watched: set[str] | None = None  # see `watch_choices`
 
 
@@ -88,11 +86,10 @@ def named_backend() -> str | None:
     Raises:
         ValueError: ``LATTE_BACKEND`` is not the name of a backend.
     """
-    if _here.backend is not None:
-        return _here.backend
-    if _default is not None and _default not in BACKENDS:
-        raise ValueError(f"LATTE_BACKEND must be one of {BACKENDS}, got {_default!r}")
-    return _default
+    backend = named.backend
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"LATTE_BACKEND must be one of {BACKENDS}, got {backend!r}")
+    return backend
 
 
 def set_default_backend(backend: str) -> None:
@@ -101,8 +98,7 @@ def set_default_backend(backend: str) -> None:
     Raises:
         ValueError: There is no such backend.
     """
-    global _default
-    _default = _known(backend)
+    Named.backend = _known(backend)
 
 
 @contextmanager
@@ -116,17 +112,19 @@ def use_backend(backend: str, *, everywhere: bool = False) -> Iterator[None]:
     Raises:
         ValueError: There is no such backend.
     """
-    global _default
-    before = _here.backend, _default
-    _here.backend = _known(backend)
+    own, process = vars(named).get("backend"), Named.backend
+    named.backend = _known(backend)
     if everywhere:
-        _default = backend
+        Named.backend = backend
     try:
         yield
     finally:
-        _here.backend = before[0]
+        if own is None:
+            del named.backend
+        else:
+            named.backend = own
         if everywhere:
-            _default = before[1]
+            Named.backend = process
 
 
 def _known(backend: str) -> str:
@@ -174,11 +172,11 @@ def choose(
     """
     chosen, can_serve = backend, False
     if chosen is None:
-        named = named_backend()
-        chosen = "torch" if named is None or named not in serves else named
-        if named is None and step and device.type == "cuda" and refusal() is None:
+        default = named_backend()
+        chosen = "torch" if default is None or default not in serves else default
+        if default is None and step and device.type == "cuda" and refusal() is None:
             chosen, can_serve = "triton", True
-        elif named is None and "cpu" in serves and cpp_backend.serves(*inputs):
+        elif default is None and "cpu" in serves and cpp_backend.serves(*inputs):
             chosen, can_serve = "cpu", True
     elif chosen not in BACKENDS:
         raise ValueError(f"{op}: backend must be None or one of {tuple(serves)}, got {backend!r}")
@@ -208,10 +206,10 @@ def steps_in_place(device_type: str, compiled: bool) -> bool:
     They do not if the reference or Triton backend was named. On a GPU they do only if the step is
     compiled; if not, Triton's step kernel needs fewer launches.
     """
-    named = named_backend()
-    if named is None:
+    default = named_backend()
+    if default is None:
         return compiled or device_type != "cuda"
-    return named not in ("reference", "triton")
+    return default not in ("reference", "triton")
 
 
 def is_step(inputs: tuple[Any, ...], sequences: Sequences) -> bool:

@@ -88,7 +88,9 @@ def check_inputs(
     check_floats(op, tensors)
     sizes: dict[str, int] = {}
     check_shapes(op, tensors, letters, sizes)
-    check_widths(op, sizes, empty)
+    for letter, size in sizes.items():
+        if not size and letter not in empty:
+            check_widths(op, sizes, empty)
     return sizes
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from latte.ops import cpp_backend, decoding, reference
-from latte.ops.backend import named_backend
+from latte.ops.backend import named, named_backend
 from latte.ops.cpp_backend import pointwise as cpp_pointwise
-from latte.ops.tensors import computation_dtype, on_cpu
+from latte.ops.tensors import on_cpu
 from latte.ops.torch_backend import pointwise as torch_pointwise
 
 RMS_NORM = {
@@ -56,6 +56,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = Non
         worth = torch.is_grad_enabled() or not (x.ndim <= 2 or x.shape[1] == 1)
         worth = worth and x.dtype != torch.bfloat16
         native = worth and _native(x) and decoding.fits(x, weight)
+        if native and not torch.is_grad_enabled():
+            return torch.ops.latte.cpu_norm_rows(x.contiguous(), weight, eps)[0]
         backend = "cpu" if native else _without_kernels()
     else:
         _check("rms_norm", backend, x)
@@ -70,6 +72,8 @@ def silu_product(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Ten
     """
     if backend is None:
         native = gate.dtype == up.dtype and _native(gate)
+        if native and not torch.is_grad_enabled():
+            return torch.ops.latte.cpu_glu(gate.contiguous(), up.contiguous())
         backend = "cpu" if native else _without_kernels()
     else:
         _check("silu_product", backend, gate)
@@ -89,8 +93,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -
     """
     if backend is None:
         table = cos.shape[1:] == (x.shape[1], 1, x.shape[-1] // 2)
-        table = table and cos.dtype == computation_dtype(x.dtype)
-        native = table and _native(x)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        native = table and cos.dtype == wide and _native(x)
+        if native and not torch.is_grad_enabled():
+            tables = cos.contiguous(), sin.contiguous()
+            return torch.ops.latte.cpu_rotate(x.contiguous(), *tables, 1.0)
         backend = "cpu" if native else _without_kernels()
     else:
         _check("rotate", backend, x)
@@ -105,7 +112,9 @@ def _native(x: Tensor) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return named_backend() in (None, "cpu") and (cpp_backend.ABSENT is None or cpp_backend.ready())
+    if named.backend not in (None, "cpu"):
+        return False
+    return cpp_backend.ABSENT is None or cpp_backend.ready()
 
 
 def _without_kernels() -> str:
