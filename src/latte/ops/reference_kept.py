@@ -232,7 +232,11 @@ def attention(
     places = Places.of(kept, window, key_mask, state, sinks)
     real = places.source[..., 0] >= 0
     rows = Rows.of(places, k_BTGK, v_BTGD, window, state, latents)
-    q, keys, values = wide(q_BTHK, without_masked(real, rows.keys), without_masked(real, rows.values))
+    # Masked queries have no output, and give no gradient.
+    q_BTHK = without_masked(key_mask, q_BTHK)
+    sinks = sinks and sinks._replace(q=without_masked(key_mask, sinks.q))
+    latents = latents and latents._replace(q=without_masked(key_mask, latents.q))
+    q, keys, values = wide(q_BTHK, *(without_masked(real, x) for x in (rows.keys, rows.values)))
     latent_k = None
     if rows.latent_k is not None:
         latent_k = without_masked(real, *wide(rows.latent_k))
