@@ -247,7 +247,7 @@ def test_extreme_logits(bench, kind):
 
 @over(
     {"torch": [F32], "cpu": [F32]},
-    only=lambda op: op.latent_keys and "log_decay" in op.inputs and not op.options.get("delay"),
+    only=lambda op: op.latent_keys and "log_decay" in op.inputs and not op.delayed,
 )
 def test_gradients_of_decays_with_extreme_logits(bench):
     """They err as sums over tokens of the other gradients do, in ulps of the largest of these.
