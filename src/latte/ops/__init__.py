@@ -19,6 +19,7 @@ from latte.ops.api import (
     window_log_mass,
 )
 from latte.ops.backend import default_backend, set_default_backend, use_backend
+from latte.ops.kept import Kept, KeptState
 from latte.ops.state import (
     LatteState,
     LinearState,
@@ -29,6 +30,8 @@ from latte.ops.state import (
 )
 
 __all__ = [
+    "Kept",
+    "KeptState",
     "LatteState",
     "LinearState",
     "MacchiatoState",

@@ -10,19 +10,23 @@ from torch import Tensor
 from latte.ops import reference_kept
 from latte.ops.arguments import NO_SINKS
 from latte.ops.backend import choose
-from latte.ops.checks import check_floats, check_shape, check_tangents
+from latte.ops.checks import check_latte_state, check_shape, check_tangents
 from latte.ops.isolation import View, isolated
 from latte.ops.kept import Kept, KeptLatents, KeptState, comparable
-from latte.ops.state import LatteState, SeenSinks, Sinks
-from latte.ops.tensors import Local, Sequences, computation_dtype, nothing_out
+from latte.ops.state import LatteState, MacchiatoState, SeenSinks, Sinks, total_log_decay
+from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, nothing_out
 from latte.ops.torch_backend import kept as torch_kept
 
 # The backends that have kept tokens.
 KEPT: dict[str, Any] = {"reference": reference_kept, "torch": torch_kept}
 
 
-def check_kept(op: str, kept: Kept, sizes: dict[str, int], q: Tensor, causal: bool) -> Kept | None:
+def check_kept(
+    op: str, kept: Kept | None, sizes: dict[str, int], q: Tensor, causal: bool
+) -> Kept | None:
     """Kept tokens that fit the inputs; None if there are to be none."""
+    if kept is None:
+        return None
     if not isinstance(kept, Kept):
         raise ValueError(f"{op}: kept must be a Kept, got {type(kept).__name__}")
     for name, least in (("count", 0), ("block", 1)):
@@ -42,7 +46,7 @@ def check_kept(op: str, kept: Kept, sizes: dict[str, int], q: Tensor, causal: bo
 
 
 def check_kept_state(
-    op: str, state: Any, kept: Kept, window: int, N: int, *like: Tensor | None
+    op: str, state: Any, kept: Kept, window: int | None, N: int, *like: Tensor | None
 ) -> KeptState | None:
     """The state fits the call; as wide as k, v and the latent keys, which are None without latents."""
     if state is None:
@@ -53,6 +57,7 @@ def check_kept_state(
     k, v, latent_k = like
     assert k is not None
     assert v is not None
+    assert window is not None
     slots = (N, kept.count + window + kept.block - 1)
     groups, sums = k.shape[2:3], comparable(kept.scores[:0]).dtype
     late = None if latent_k is None else (latent_k.shape[2:], latent_k.dtype)
@@ -89,6 +94,82 @@ def check_kept_state(
     return KeptState(**found)  # type: ignore[arg-type]
 
 
+def macchiato(
+    op: str,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    kept: Kept,
+    local: Local,
+    sequences: Sequences,
+    sinks: Sinks | None,
+    log_decay: Tensor | None,
+    delay: bool,
+    joint: bool,
+    state: MacchiatoState | None,
+    output_final_state: bool,
+    backend: str | None,
+) -> tuple[Tensor, Any]:
+    """See :func:`latte.ops.macchiato_attention`."""
+    latent_q, latent_k, q, k, v = inputs
+    if not (delay and joint):
+        raise ValueError(
+            f"{op}: kept needs delay=True and joint=True, got delay={delay}, joint={joint}"
+        )
+    latent, held = None, None
+    if state is not None:
+        if not hasattr(state, "kept"):
+            came = type(state).__name__
+            raise ValueError(f"{op}: initial_state must be a MacchiatoState, got {came}")
+        latent, held = state.latent, state.kept
+        if state.window is not None or (latent is None) != (held is None):
+            raise ValueError(
+                f"{op}: initial_state must have latent and kept, as kept tokens make it, got "
+                f"{', '.join(x for x in MacchiatoState._fields if getattr(state, x) is not None)}"
+            )
+    _check_alone(op, sequences, held)
+    N = count_sequences(q.shape[0], sequences.cu_seqlens)
+    latent = check_latte_state(op, latent, (N, *latent_k.shape[2:], v.shape[-1]), q)
+    held = check_kept_state(op, held, kept, local.window, N, k, v, latent_k)
+    before = (None, None) if latent is None else latent[:2]
+    latents = KeptLatents(latent_q, latent_k, log_decay, *before)
+    call = ((q, k, v), kept, local, sequences, held, sinks, latents)
+    out, after, held = attend(op, *call, output_final_state, backend)
+    if after is None or held is None:
+        return out, None
+    lost = total_log_decay(log_decay, latent, sequences.cu_seqlens)
+    parts = {"latent": LatteState(*after[:2], lost), "kept": held}
+    return out, MacchiatoState(**parts) if state is None else state._replace(**parts)
+
+
+def window(
+    op: str,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    kept: Kept,
+    local: Local,
+    sequences: Sequences,
+    sinks: Sinks | None,
+    state: Any,
+    output_final_state: bool,
+    backend: str | None,
+) -> tuple[Tensor, KeptState | None]:
+    """See :func:`latte.ops.sliding_window_attention`."""
+    q, k, v = qkv
+    _check_alone(op, sequences, state)
+    N = count_sequences(q.shape[0], sequences.cu_seqlens)
+    held = check_kept_state(op, state, kept, local.window, N, k, v, None)
+    call = (qkv, kept, local, sequences, held, sinks, None)
+    out, _, after = attend(op, *call, output_final_state, backend)
+    return out, after
+
+
+def _check_alone(op: str, sequences: Sequences, state: Any) -> None:
+    """Packed sequences begin without a state."""
+    if sequences.cu_seqlens is not None and state is not None:
+        raise ValueError(
+            f"{op}: kept takes cu_seqlens or initial_state, got both: carry packed sequences on "
+            "one by one"
+        )
+
+
 def attend(
     op: str,
     qkv: tuple[Tensor, Tensor, Tensor],
@@ -118,7 +199,7 @@ def attend(
     if chosen != "reference":
         check_tangents(op, *every)
     if B * T == 0:
-        N = B if sequences.cu_seqlens is None else len(sequences.cu_seqlens) - 1
+        N = count_sequences(B, sequences.cu_seqlens)
         inputs = (q, k, *(sinks or ())[:1], *(latents or ())[:3])
         out = nothing_out(v.repeat_interleave(H // v.shape[2], 2), *inputs)
         late = (None, None) if latents is None else latents[1:3]
