@@ -200,7 +200,7 @@ def attend(
         check_tangents(op, *every)
     if B * T == 0:
         N = count_sequences(B, sequences.cu_seqlens)
-        inputs = (q, k, *(sinks or ())[:1], *(latents or ())[:3])
+        inputs = (q, k, *(sinks or ())[:3], *(latents or ())[:3])
         out = nothing_out(v.repeat_interleave(H // v.shape[2], 2), *inputs)
         late = (None, None) if latents is None else latents[1:3]
         held = state or KeptState.empty(k, v, kept, window, N, *late)

@@ -70,7 +70,7 @@ class Places(NamedTuple):
         source = torch.where(real, query, -1)[..., None].expand(B, T, G)
         if state is not None:
             source = torch.cat([state.positions, source], 1)
-            scores = torch.cat([state.scores, scores], 1)
+            scores = torch.cat([comparable(state.scores), scores], 1)
         number = torch.arange(0 if sinks is None else sinks.mask.shape[1], device=seen.device)
         mask = real.new_zeros(B, 0) if sinks is None else sinks.mask
         is_sink = ((source[..., None] == number) & mask[:, None, None]).any(-1)  # (B, S, G)
@@ -157,9 +157,7 @@ def kept_weights(
     return weights, of_sinks, torch.cat([weights[..., :0], *of_state], -1)
 
 
-def _within(
-    latents: KeptLatents, k_BSHL: Tensor, latent: int, read_BHTS: Tensor
-) -> Tensor:
+def _within(latents: KeptLatents, k_BSHL: Tensor, latent: int, read_BHTS: Tensor) -> Tensor:
     """p(s|l,t) for one latent, with the earlier state in column 0, (B, H, T, 1+S)."""
     logits = k_BSHL[..., latent].transpose(1, 2)[:, :, None].expand(read_BHTS.shape)
     if latents.log_mass is None:
@@ -234,20 +232,24 @@ def attention(
     rows = Rows.of(places, k_BTGK, v_BTGD, window, state, latents)
     # Masked queries have no output, and give no gradient.
     q_BTHK = without_masked(key_mask, q_BTHK)
-    sinks = sinks and sinks._replace(q=without_masked(key_mask, sinks.q))
+    if sinks is not None:
+        far = (without_masked(sinks.mask, x) for x in sinks[1:3])
+        sinks = Sinks(without_masked(key_mask, sinks.q), *far, sinks.mask)
     latents = latents and latents._replace(q=without_masked(key_mask, latents.q))
     q, keys, values = wide(q_BTHK, *(without_masked(real, x) for x in (rows.keys, rows.values)))
     latent_k = None
     if rows.latent_k is not None:
         latent_k = without_masked(real, *wide(rows.latent_k))
         latent_k = latent_k if rows.lost is None else latent_k + rows.lost
-    weights, far, before = kept_weights(q, keys, local, places, sinks, latents, latent_k)
+    weights, weights_of_sinks, before = kept_weights(
+        q, keys, local, places, sinks, latents, latent_k
+    )
     H, T = q.shape[2], q.shape[1]
     R = H // values.shape[2]
     out = torch.einsum("bhts,bshd->bthd", weights, values.repeat_interleave(R, 2))
     if sinks is not None:
-        sink_v = without_masked(sinks.mask, *wide(sinks.values)).repeat_interleave(R, 2)
-        out = out + torch.einsum("bhtn,bnhd->bthd", far, sink_v)
+        sink_v = wide(sinks.values)[0].repeat_interleave(R, 2)
+        out = out + torch.einsum("bhtn,bnhd->bthd", weights_of_sinks, sink_v)
     if latents is not None and latents.mean is not None:
         out = out + torch.einsum("bhtl,bhld->bthd", before, latents.mean)
     out = without_masked(key_mask, out).to(dtype)
@@ -286,7 +288,9 @@ def state_after(
     if sequences.cu_seqlens is not None:
         pieces = _alone(plan, (k_BTGK, k_BTGK, v_BTGD), None, latents)
         found = [state_after(own, *kv, None, some) for own, (_, *kv), _, some in pieces]
-        return KeptState(*(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True)))
+        return KeptState(
+            *(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True))
+        )
     if state is None and not k_BTGK.shape[1]:
         latent_k, g = (None, None) if latents is None else (latents.k, latents.log_decay)
         return KeptState.empty(k_BTGK, v_BTGD, kept, window, k_BTGK.shape[0], latent_k, g)
@@ -318,7 +322,9 @@ def state_after(
     lost = rows.lost
     if lost is not None and rows.at_query is not None:
         lost = lost + rows.at_query[:, -1:]
-    return KeptState(*found, scores, positions, places.after, of_heads(rows.latent_k), of_heads(lost))
+    return KeptState(
+        *found, scores, positions, places.after, of_heads(rows.latent_k), of_heads(lost)
+    )
 
 
 def _alone(

@@ -208,7 +208,9 @@ class Plan(NamedTuple):
         if sequences.key_mask is not None:
             position = torch.where(sequences.key_mask, position, -1)
         position = position[..., None].expand(B, T, G)
-        old_scores, old_positions = (None, None) if state is None else (state.scores, state.positions)
+        old_scores, old_positions = (
+            (None, None) if state is None else (state.scores, state.positions)
+        )
         scores = layout.laid(scores, old_scores, -torch.inf)
         positions = layout.laid(position, old_positions, -1)
         there = positions >= 0
@@ -280,14 +282,20 @@ class Plan(NamedTuple):
         low = torch.maximum(layout.front + C * layout.final - window + 1, torch.as_tensor(N))
         low = low if ids is None else torch.maximum(low, layout.start)
         at = recent.clamp(0, S - 1)
-        recent_there = (recent >= low[:, None]) & (real.gather(1, at) if ids is None else real[0, at])
+        recent_there = (recent >= low[:, None]) & (
+            real.gather(1, at) if ids is None else real[0, at]
+        )
         after = torch.cat([after.mT, at[..., None].expand(-1, -1, G)], 1)
         after_there = torch.cat([after_there.mT, recent_there[..., None].expand(-1, -1, G)], 1)
 
         rows = torch.arange(B, device=device).view(-1, 1, 1, 1) * S
         group = torch.arange(G, device=device).view(-1, 1, 1)
-        chosen, late = ((rows + x) * G + group for x in (index[:, :, 1:], late))
-        found = (chosen, there_after[:, :, 1:], late, late_there, begun > 0, sinks_seen)
+        kept_there = there_after[:, :, 1:]
+        chosen, late = (  # the first slot of the row where there is none
+            (rows + x.masked_fill(~there, 0)) * G + group
+            for x, there in ((index[:, :, 1:], kept_there), (late, late_there))
+        )
+        found = (chosen, kept_there, late, late_there, begun > 0, sinks_seen)
         return cls(layout, window, real, *found, positions, scores, after, after_there)
 
 
@@ -321,7 +329,9 @@ class KeptCall(NamedTuple):
     begun: Tensor
     age: Tensor | None  # (Z,)
     ends: Tensor | None  # (N,) last block of each packed sequence, -1 for none
-    lost: Tensor | None  # (B, Z, H, L) fp64: log-decay from the call's start to a block's first query
+    lost: (
+        Tensor | None
+    )  # (B, Z, H, L) fp64: log-decay from the call's start to a block's first query
     window: int
     block: int
     scale: float
@@ -412,7 +422,11 @@ class Segment:
         """Rows of these places in these blocks, (X, places, K)."""
         index = places[:, :, self.blocks]
         rows = x_BSGK.flatten(0, 1).unflatten(1, (self.G, -1)).flatten(0, 1).flatten(1)
-        return rows.index_select(0, index.flatten()).to(self.dtype).view(-1, index.shape[-1], rows.shape[1])
+        return (
+            rows.index_select(0, index.flatten())
+            .to(self.dtype)
+            .view(-1, index.shape[-1], rows.shape[1])
+        )
 
     def add_at(self, places: Tensor, target_BSGK: Tensor, dx_XMK: Tensor) -> None:
         """The adjoint of :meth:`at`."""
@@ -474,6 +488,7 @@ class Segment:
         past = torch.arange(-1, z, device=k.device) <= block
         if x.age is not None:
             past = past & (block - torch.arange(-1, z, device=k.device) <= x.age[self.blocks, None])
+        self.past = past
         tops = tops.masked_fill(~past[..., None, None], -torch.inf)
         self.top = tops.amax(3)
         share = exp_difference(tops, self.top[:, :, :, None])
@@ -561,7 +576,10 @@ class Segment:
             dlogits[..., : tanh.shape[-1]] *= 1.0 - tanh.square()
         dnear, dfar, dlatent = self.split(dlogits)
         into["q"][:, own] = self.back(torch.bmm(dnear, self.keys) * x.scale)
-        for name, dx in (("k", torch.bmm(dnear.mT, self.q) * x.scale), ("v", torch.bmm(exact.mT, dy))):
+        for name, dx in (
+            ("k", torch.bmm(dnear.mT, self.q) * x.scale),
+            ("v", torch.bmm(exact.mT, dy)),
+        ):
             self.add_window(into[name], dx[:, : x.reach])
             self.add_at(x.kept, into[name], dx[:, x.reach :])
         if x.sink_q is not None:
@@ -576,8 +594,7 @@ class Segment:
         dmean = dmean + torch.bmm(self.by_head(latent).mT, self.by_head(dy)).view(self.mean.shape)
         # Of the parts y that the means after z are made of.
         lost = dA - (dmean * self.mean).sum(-1)
-        dmass = torch.einsum("bgzyrl,bgzrl->bgyrl", self.share, lost)
-        dtotal = torch.einsum("bgzyrl,bgzrld->bgyrld", self.share, dmean)
+        dmass, dtotal = self._heard(lost[..., None])[..., 0], self._heard(dmean)
         own_total = dtotal[:, :, 1:].flatten(3, 4).flatten(0, 2)  # (X, R L, D)
         dk = torch.bmm(self.late_v, own_total.mT).view(self.e.shape)
         dk = self.e * (dk + dmass[:, :, 1:, None])
@@ -586,6 +603,15 @@ class Segment:
         first, mass = dtotal[:, :, 0], self.carry.mass
         dA_0 = mass * ((first * self.carry.mean).sum(-1) + dmass[:, :, 0])
         return dA_0, mass[..., None] * first
+
+    def _heard(self, x_BGzRLD: Tensor) -> Tensor:
+        """What the parts y get of what is for all that is made of them, (B, G, y, R, L, D)."""
+        if self.x.age is None:
+            return torch.einsum("bgzyrl,bgzrld->bgyrld", self.share, x_BGzRLD)
+        # Packed sequences are apart: zero times what is not finite is NaN.
+        parts = (self.share[:, :, i, ..., None] * x_BGzRLD[:, :, i : i + 1] for i in range(self.z))
+        past = self.past[..., None, None, None]
+        return sum(torch.where(there, part, 0.0) for there, part in zip(past, parts, strict=True))
 
     def _add_sinks(self, target_BZSGK: Tensor, dx_XSK: Tensor) -> None:
         """The adjoint of :meth:`_sinks`."""
@@ -742,7 +768,9 @@ class Decays(NamedTuple):
         total = plan.layout.laid(g, None if old is None else torch.zeros_like(old)).cumsum(1)
         S = plan.layout.S
         late = -total[:, (torch.arange(S, device=g.device) + plan.window).clamp_max(S - 1)]
-        return cls(total, late if old is None else late + plan.layout.laid(torch.zeros_like(g), old))
+        return cls(
+            total, late if old is None else late + plan.layout.laid(torch.zeros_like(g), old)
+        )
 
 
 def attention(
