@@ -17,8 +17,8 @@ from latte.ops import (
     macchiato_attention,
     sliding_window_attention,
 )
-from latte.ops.torch_backend.kept import KeptCall, Plan, kept_op
 from latte.ops.tensors import Sequences
+from latte.ops.torch_backend.kept import KeptCall, Plan, kept_op
 from tests.ops.helpers import assert_same, macchiato_inputs, randn
 
 T, H, G, L, W, C, N, SINKS = 33, 4, 2, 3, 5, 4, 3, 2
@@ -28,7 +28,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
 def scores_of(B=1, tokens=T, seed=30):
     """Many equal ones, and some of -inf."""
     scores = randn(B, tokens, G, seed=seed).mul(2).round()
-    scores[:, 3::7] = -torch.inf
+    scores[:, 3::7, 0], scores[:, 2::5, 1] = -torch.inf, -torch.inf
     return scores
 
 
@@ -95,11 +95,14 @@ def test_it_is_the_equation(backend, decay, with_sinks):
 def test_what_is_held_is_the_largest_of_all_that_have_left(backend, cuts):
     """Wherever calls begin: the choice of two pieces is that of their union."""
     inputs, scores, state, start = macchiato_inputs(1, T), scores_of(), None, 0
+    whole, outs = mix(inputs, scores, backend="reference")[0], []
     for stop in cuts:
         part = [x[:, start:stop] for x in inputs]
         options = {"initial_state": state, "output_final_state": True, "backend": backend}
-        _, state = mix(part, scores[:, start:stop], **options)
+        out, state = mix(part, scores[:, start:stop], **options)
+        outs.append(out)
         start = stop
+    assert_same([torch.cat(outs, 1)], [whole], 1e-12)
     held = state.kept
     assert held.keys.shape[1] == N + W + C - 1 and held.seen.tolist() == [T]
     for g in range(G):
@@ -162,7 +165,6 @@ def test_none_kept_is_todays_op_to_the_bit(dtype):
 
 
 def test_a_window_forgets_what_is_not_kept():
-    """Packed, masked, from state to state: only the reference is needed to tell."""
     inputs, scores = macchiato_inputs(1, T)[2:], scores_of()
     partition = Partition(kept=Kept(scores, N, C))
     out, state = sliding_window_attention(

@@ -421,10 +421,13 @@ def macchiato_attention(
             held.append(final_window_state(latent_k, v, window + 1, key_mask, cu_seqlens, unread))
     if delay:
         held[1] = oldest_alone(held[1])
-    after = MacchiatoState(LatteState(latte_state.log_mass, latte_state.mean, forgotten), *held)
+    latent = LatteState(latte_state.log_mass, latte_state.mean, forgotten)
+    after: dict[str, Any] = dict(
+        zip(("latent", "window", "pending"), (latent, *held), strict=False)
+    )
     if initial_state is not None and hasattr(initial_state, "pending"):
-        return out, initial_state._replace(**dict(zip(after._fields[:3], after[:3], strict=True)))
-    return out, after
+        return out, initial_state._replace(**after)
+    return out, MacchiatoState(**after)
 
 
 def _macchiato_step(
@@ -570,7 +573,7 @@ def sliding_window_attention(
     if kept is not None:
         local, late = Local.of(window, scale, softcap, K), (initial_state, output_final_state)
         return kept_call.window(op, (q, k, v), kept, local, sequences, sinks, *late, backend)
-    initial_state = check_window_state(op, initial_state, window, N, k, v)
+    initial_state = check_window_state(op, initial_state, window, N, k, v)  # type: ignore[arg-type]
     every = (q, k, v, *(initial_state or ()), *(sinks or ()))
     serves = _natively(WINDOW, causal and window is not None)
     serves = FULL if window is None and backend is None else serves

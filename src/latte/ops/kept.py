@@ -8,8 +8,8 @@ all others, once and for good. Between two updates a query sees the W to W + C -
 Only real tokens count: positions, windows and blocks are those of the sequence without its masked
 tokens, from its first token on, wherever calls begin. So padding, packing and cuts change nothing.
 
-Shape suffixes: B batch, T tokens, N states (B, or the packed sequences), M slots of a state, H query
-heads, G key/value heads, L latents, K key width, D value width.
+Shape suffixes: B batch, T tokens, N states (B, or the packed sequences), M slots of a state, H
+query heads, G key/value heads, L latents, K key width, D value width.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Kept(NamedTuple):
     """
 
     scores: Tensor
-    count: int
+    count: int  # type: ignore[assignment]
     block: int = 64
 
 

@@ -48,7 +48,7 @@ def check_kept(
 def check_kept_state(
     op: str, state: Any, kept: Kept, window: int | None, N: int, *like: Tensor | None
 ) -> KeptState | None:
-    """The state fits the call; as wide as k, v and the latent keys, which are None without latents."""
+    """The state fits the call; as wide as k, v and the latent keys (None without latents)."""
     if state is None:
         return None
     if not isinstance(state, tuple) or not hasattr(state, "positions"):
@@ -70,7 +70,7 @@ def check_kept_state(
         "latent_keys": late,
         "log_decay": None if latent_k is None else (latent_k.shape[2:], sums),
     }
-    found = {}
+    found: dict[str, Any] = {}
     for name, x in zip(KeptState._fields, state, strict=True):
         expected = wanted[name]
         if x is None and (expected is None or name == "log_decay"):
@@ -91,7 +91,7 @@ def check_kept_state(
                 f"{x.device}"
             )
         found[name] = x.to(dtype)
-    return KeptState(**found)  # type: ignore[arg-type]
+    return KeptState(**found)
 
 
 def macchiato(
@@ -136,7 +136,7 @@ def macchiato(
     if after is None or held is None:
         return out, None
     lost = total_log_decay(log_decay, latent, sequences.cu_seqlens)
-    parts = {"latent": LatteState(*after[:2], lost), "kept": held}
+    parts: dict[str, Any] = {"latent": LatteState(after.log_mass, after.mean, lost), "kept": held}
     return out, MacchiatoState(**parts) if state is None else state._replace(**parts)
 
 
@@ -192,6 +192,7 @@ def attend(
             none = torch.zeros_like(latents.k, dtype=state.log_decay.dtype)
             latents = latents._replace(log_decay=none)
         if latents.log_decay is not None and state.log_decay is None:
+            assert state.latent_keys is not None
             none = torch.zeros_like(state.latent_keys, dtype=latents.log_decay.dtype)
             state = state._replace(log_decay=none)
     every = (*qkv, *(sinks or ())[:3], *(latents or ()), *(state or ()))
@@ -202,8 +203,8 @@ def attend(
         N = count_sequences(B, sequences.cu_seqlens)
         inputs = (q, k, *(sinks or ())[:3], *(latents or ())[:3])
         out = nothing_out(v.repeat_interleave(H // v.shape[2], 2), *inputs)
-        late = (None, None) if latents is None else latents[1:3]
-        held = state or KeptState.empty(k, v, kept, window, N, *late)
+        own = (None, None) if latents is None else latents[1:3]
+        held = state or KeptState.empty(k, v, kept, window, N, *own)
         after = None
         if latents is not None:
             shape, dtype = (N, *latents.k.shape[2:], v.shape[-1]), computation_dtype(q.dtype)
@@ -224,7 +225,7 @@ def attend(
 
     given: dict[str, Tensor | None] = {"q": q, "k": k, "v": v}
     given |= zip(("sink_q", "sink_k", "sink_v"), sinks or NO_SINKS, strict=False)
-    late = latents or KeptLatents(*[None] * 5)  # type: ignore[arg-type]
+    late: Any = latents or KeptLatents(*[None] * 5)  # type: ignore[arg-type]
     given |= {"latent_q": late.q, "latent_k": late.k, "log_mass": late.log_mass, "mean": late.mean}
     given |= {"log_decay": late.log_decay, "tail_k": None, "tail_v": None}
     given |= {"pending_k": None, "pending_v": None}
@@ -238,8 +239,6 @@ def attend(
         before = None if state is None else state.seen
         seen = SeenSinks.of(sinks._replace(position=before), window, sequences)
         view = view._replace(sink_mask=sinks.mask, sinks_seen=seen.seen)
-    out, *after = isolated(run, view, given)
-    held = None
-    if output_final_state:
-        held = KEPT[chosen].state_after(plan, k, v, state, latents)
-    return out, LatteState(*after) if after else None, held
+    out, *found = isolated(run, view, given)
+    last = KEPT[chosen].state_after(plan, k, v, state, latents) if output_final_state else None
+    return out, LatteState(*found) if found else None, last

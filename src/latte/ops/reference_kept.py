@@ -126,7 +126,7 @@ def kept_weights(
     ``latent_k`` are the latents' logits without the decays up to the queries: all sources share
     these.
     """
-    (B, T, H, _), S = q_BTHK.shape, keys_BSGK.shape[1]
+    (_, T, H, _), S = q_BTHK.shape, keys_BSGK.shape[1]
     R = H // keys_BSGK.shape[2]
 
     def heads(x_BGTS: Tensor) -> Tensor:
@@ -134,7 +134,8 @@ def kept_weights(
 
     logits, seen = [window_logits(q_BTHK, keys_BSGK, local)], [heads(places.window | places.kept)]
     if sinks is not None:
-        logits.append(window_logits(*wide(sinks.q, sinks.keys), local))
+        far_q, far_k = wide(sinks.q, sinks.keys)
+        logits.append(window_logits(far_q, far_k, local))
         seen.append(places.sinks[:, :, :T].expand(-1, H, -1, -1))
     L = 0
     if latents is not None and latent_k_BSHL is not None:
@@ -217,29 +218,35 @@ def attention(
     kept, window, sequences = plan[:3]
     if sequences.cu_seqlens is not None:
         pieces = _alone(plan, (q_BTHK, k_BTGK, v_BTGD), sinks, latents)
-        found = [attention(own, *qkv, local, None, *more) for own, qkv, *more in pieces]
+        found: Any = [
+            attention(x, q, k, v, local, None, far, some) for x, (q, k, v), far, some in pieces
+        ]
         outs, *states = zip(*found, strict=True)
-        return torch.cat(outs, 1), *(None if x[0] is None else torch.cat(x) for x in states)
+        A, mean = (None if x[0] is None else torch.cat(x) for x in states)
+        return torch.cat(outs, 1), A, mean
     key_mask, dtype = sequences.key_mask, v_BTGD.dtype
     if state is None and not q_BTHK.shape[1]:  # an empty sequence of packed ones
         out = v_BTGD.new_zeros(*q_BTHK.shape[:3], v_BTGD.shape[-1])
         if latents is None:
             return out, None, None
-        start = LatteState.empty(1, *latents.k.shape[2:], out.shape[-1], device=out.device)
-        return out, *(x.to(computation_dtype(dtype)) for x in start)
+        H, L = latents.k.shape[2:]
+        wider: Any = {"device": out.device, "dtype": computation_dtype(dtype)}
+        A, mean = LatteState.empty(1, H, L, out.shape[-1], **wider)
+        return out, A, mean
     places = Places.of(kept, window, key_mask, state, sinks)
-    real = places.source[..., 0] >= 0
+    empty = (places.source < 0)[..., None]  # (B, S, G, 1)
     rows = Rows.of(places, k_BTGK, v_BTGD, window, state, latents)
     # Masked queries have no output, and give no gradient.
     q_BTHK = without_masked(key_mask, q_BTHK)
     if sinks is not None:
-        far = (without_masked(sinks.mask, x) for x in sinks[1:3])
-        sinks = Sinks(without_masked(key_mask, sinks.q), *far, sinks.mask)
+        far_k, far_v = (without_masked(sinks.mask, x) for x in (sinks.keys, sinks.values))
+        sinks = Sinks(without_masked(key_mask, sinks.q), far_k, far_v, sinks.mask)
     latents = latents and latents._replace(q=without_masked(key_mask, latents.q))
-    q, keys, values = wide(q_BTHK, *(without_masked(real, x) for x in (rows.keys, rows.values)))
+    q, keys, values = wide(q_BTHK, *(x.masked_fill(empty, 0.0) for x in (rows.keys, rows.values)))
     latent_k = None
     if rows.latent_k is not None:
-        latent_k = without_masked(real, *wide(rows.latent_k))
+        repeated = empty.repeat_interleave(q.shape[2] // keys.shape[2], 2)
+        latent_k = wide(rows.latent_k)[0].masked_fill(repeated, 0.0)
         latent_k = latent_k if rows.lost is None else latent_k + rows.lost
     weights, weights_of_sinks, before = kept_weights(
         q, keys, local, places, sinks, latents, latent_k
@@ -287,10 +294,10 @@ def state_after(
     kept, window, sequences, _, sinks = plan
     if sequences.cu_seqlens is not None:
         pieces = _alone(plan, (k_BTGK, k_BTGK, v_BTGD), None, latents)
-        found = [state_after(own, *kv, None, some) for own, (_, *kv), _, some in pieces]
-        return KeptState(
-            *(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True))
-        )
+        alone = [state_after(x, k, v, None, some) for x, (_, k, v), _, some in pieces]
+        parts: Any = zip(*alone, strict=True)
+        joined: Any = (None if x[0] is None else torch.cat(x) for x in parts)
+        return KeptState(*joined)
     if state is None and not k_BTGK.shape[1]:
         latent_k, g = (None, None) if latents is None else (latents.k, latents.log_decay)
         return KeptState.empty(k_BTGK, v_BTGD, kept, window, k_BTGK.shape[0], latent_k, g)
@@ -309,7 +316,7 @@ def state_after(
     match = torch.cat([by_rank, by_position], 2)  # (B, G, M, S)
     there = match.any(-1).mT
     index = match.long().argmax(-1).mT
-    found = [taken(x, index, there) for x in (rows.keys, rows.values)]
+    keys, values = (taken(x, index, there) for x in (rows.keys, rows.values))
     scores = taken(places.scores, index, there, -torch.inf)
     positions = taken(places.source, index, there, -1)
 
@@ -322,9 +329,8 @@ def state_after(
     lost = rows.lost
     if lost is not None and rows.at_query is not None:
         lost = lost + rows.at_query[:, -1:]
-    return KeptState(
-        *found, scores, positions, places.after, of_heads(rows.latent_k), of_heads(lost)
-    )
+    late = of_heads(rows.latent_k), of_heads(lost)
+    return KeptState(keys, values, scores, positions, places.after, *late)
 
 
 def _alone(

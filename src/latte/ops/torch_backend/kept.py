@@ -2,22 +2,21 @@
 
 The choice depends on scores and masks alone. It is made first, without gradients, as indices: the N
 largest scores up to each block come from a scan of merges. Tokens are laid out by their positions,
-in blocks of C, behind those that the state holds. All queries of a block read the same keys, but for
-the triangle of its own: the blocks that the window reaches, kept keys, sinks, and the latents' means
-after the block's update, in one softmax.
+in blocks of C, behind those that the state holds. All queries of a block read the same keys, but
+for the triangle of its own: the blocks that the window reaches, kept keys, sinks, and the latents'
+means after the block's update, in one softmax.
 
 Inputs and the latents' states between segments are saved; the backward pass computes the weights
 again.
 
-Shape suffixes: B batch, T tokens, N states, S slots of the layout (the kept tokens of the state, the
-blocks before the first query's, those of the queries), Z blocks of C queries, z of them a segment, H
-query heads, G key/value heads, R = H / G, L latents, M exact keys of a block, J kept keys, n sinks,
-X = B G z, K key width, D value width.
+Shape suffixes: B batch, T tokens, N states, S slots of the layout (the kept tokens of the state,
+the blocks before the first query's, those of the queries), Z blocks of C queries, z of them a
+segment, H query heads, G key/value heads, R = H / G, L latents, M exact keys of a block, J kept
+keys, n sinks, X = B G z, K key width, D value width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -300,7 +299,7 @@ class Plan(NamedTuple):
 
 
 def _largest(keys: Tensor, index: Tensor, count: int, nothing: float) -> tuple[Tensor, Tensor]:
-    """The largest keys (..., count) and their index, of equal ones the first; ``nothing`` at least."""
+    """The ``count`` largest keys, ``nothing`` at least, and their index; first of equal ones."""
     if (missing := count - keys.shape[-1]) > 0:
         keys, index = F.pad(keys, (0, missing), value=nothing), F.pad(index, (0, missing))
     keys, order = keys.sort(dim=-1, descending=True, stable=True)
@@ -308,7 +307,7 @@ def _largest(keys: Tensor, index: Tensor, count: int, nothing: float) -> tuple[T
 
 
 class KeptCall(NamedTuple):
-    """Arguments of the op: everything by slots, (B, S, ...), and queries by blocks, (B, Z C, ...)."""
+    """Arguments of the op: sources by slots, (B, S, ...), and queries by blocks, (B, Z C, ...)."""
 
     q: Tensor
     k: Tensor
@@ -441,7 +440,7 @@ class Segment:
         return far > self.x.age[self.blocks, None]
 
     def _seen(self) -> Tensor:
-        """Whether a query sees what it reads: window, kept, sinks, latents; (B, G, z, 1, C, ...)."""
+        """Whether a query sees each key: window, kept, sinks, latents; (B, G, z, 1, C, ...)."""
         x, C, z = self.x, self.C, self.z
         gap = torch.arange(x.reach, device=self.q.device) - (x.reach - C)
         band = (gap > -x.window) & (gap <= torch.arange(C, device=gap.device)[:, None])
@@ -460,7 +459,7 @@ class Segment:
         return torch.cat([part.expand(shape) for part in parts], -1)
 
     def _read(self, carry: Carry) -> None:
-        """The latents' means after the update of each block, and shares of what they are made of."""
+        """The latents' means after each block's update, and the shares of what they are made of."""
         x, (G, R, z) = self.x, (self.G, self.R, self.z)
         assert x.latent_k is not None
         B, there = self.B, x.late_there[:, :, self.blocks]
@@ -609,9 +608,11 @@ class Segment:
         if self.x.age is None:
             return torch.einsum("bgzyrl,bgzrld->bgyrld", self.share, x_BGzRLD)
         # Packed sequences are apart: zero times what is not finite is NaN.
-        parts = (self.share[:, :, i, ..., None] * x_BGzRLD[:, :, i : i + 1] for i in range(self.z))
-        past = self.past[..., None, None, None]
-        return sum(torch.where(there, part, 0.0) for there, part in zip(past, parts, strict=True))
+        past, total = self.past[..., None, None, None], torch.zeros_like(self.total)
+        for i in range(self.z):
+            part = self.share[:, :, i, ..., None] * x_BGzRLD[:, :, i : i + 1]
+            total = total + torch.where(past[i], part, 0.0)
+        return total
 
     def _add_sinks(self, target_BZSGK: Tensor, dx_XSK: Tensor) -> None:
         """The adjoint of :meth:`_sinks`."""
@@ -704,7 +705,7 @@ def _backward(
     x: KeptCall, dout: Tensor, dA: Tensor, dmean: Tensor, *carries: Tensor
 ) -> dict[str, Tensor]:
     """The gradients of the op."""
-    (B, _, G, R), dtype = x.shape, computation_dtype(x.q.dtype)
+    (_, _, G, R), dtype = x.shape, computation_dtype(x.q.dtype)
     into = {}
     for name in ("q", "latent_q", "sink_q"):
         if (own := getattr(x, name)) is not None:
@@ -811,9 +812,10 @@ def attention(
         begun = begun | earlier.flatten(2).any(2, keepdim=True)
     found = (plan.real, plan.kept, plan.kept_there, plan.late, plan.late_there, begun)
     assert local.window is not None
-    numbers = (local.window, layout.C, local.scale, local.softcap)
+    numbers: Any = (local.window, layout.C, local.scale, local.softcap)
+    given: Any = (*inputs, *late, *far)
     out, A, mean, *_ = kept_op(
-        *KeptCall(*inputs, *late, *far, plan.sinks_seen, *found, layout.age, ends, lost, *numbers)
+        *KeptCall(*given, plan.sinks_seen, *found, layout.age, ends, lost, *numbers)  # type: ignore[call-arg]
     )
     out = layout.back(out)
     if latents is None:
@@ -836,10 +838,10 @@ def state_after(
 ) -> KeptState:
     """The tokens that are held after the call."""
     layout, G = plan.layout, k_BTGK.shape[2]
-    old = KeptState(*[None] * len(KeptState._fields)) if state is None else state
+    old: Any = KeptState(*[None] * 7) if state is None else state  # type: ignore[arg-type]
 
-    def groups(x_BSHL: Tensor | None) -> Tensor | None:
-        return None if x_BSHL is None else x_BSHL.unflatten(2, (G, -1))
+    def groups(x_BSHL: Tensor) -> Tensor:
+        return x_BSHL.unflatten(2, (G, -1))
 
     def held(x_BSGX: Tensor) -> Tensor:
         return taken(x_BSGX, plan.after, plan.after_there)
@@ -851,6 +853,7 @@ def state_after(
     if latents is not None:
         latent_k = held(groups(layout.laid(latents.k, old.latent_keys))).flatten(2, 3)
     if latents is not None and (decays := Decays.of(plan, latents, state)) is not None:
+        assert latents.log_decay is not None
         # Up to the last token: what a source had when it left, or nothing if it has not.
         last = (layout.end - 1)[:, None, None]
         total, left = groups(decays.total), torch.minimum(plan.after + plan.window, last)
