@@ -86,7 +86,7 @@ class Places(NamedTuple):
         r, at = scores.mT, source.mT
         better = r[..., :, None] > r[..., None, :]
         better |= (r[..., :, None] == r[..., None, :]) & (at[..., :, None] > at[..., None, :])
-        rank = candidates.double() @ better.double()
+        rank = candidates.float() @ better.float()  # whole numbers
         chosen = candidates & (rank < kept.count) & ~r.isneginf()[:, :, None]
         gone = (number <= u - window) & mask[:, None, None]
         read = candidates & ~chosen
