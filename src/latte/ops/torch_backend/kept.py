@@ -278,7 +278,7 @@ class Plan(NamedTuple):
             after_there = after_there & (layout.counts > 0)[:, None, None]
         P = window + C - 1
         recent = layout.end[:, None] - P + torch.arange(P, device=device)
-        low = torch.maximum(layout.front + C * layout.final - window + 1, torch.as_tensor(N))
+        low = (layout.front + C * layout.final - window + 1).clamp_min(N)
         low = low if ids is None else torch.maximum(low, layout.start)
         at = recent.clamp(0, S - 1)
         recent_there = (recent >= low[:, None]) & (
