@@ -22,8 +22,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import (
+    Kept,
+    KeptState,
     LatteState,
     LinearState,
+    MacchiatoState,
+    Partition,
     Sinks,
     WindowState,
     causal_conv1d,
@@ -98,6 +102,11 @@ class Op:
         """Whether there is a softmax over near keys."""
         return "BTGK" in self.inputs.values()
 
+    @property
+    def delayed(self) -> bool:
+        """Whether latents read a source when it leaves the window."""
+        return self.options.get("partition", Partition()).delay
+
 
 def one_number(name: str, shape: str, normal: Normal, sizes: Sizes) -> Tensor:
     """An input of this name: what is special about it beside its shape."""
@@ -147,22 +156,24 @@ def full_state(normal: Normal, N: int, s: Sizes) -> WindowState:
 
 
 def macchiato_state(normal: Normal, N: int, s: Sizes) -> Any:
-    return latte_state(normal, N, s), window_state(normal, N, s)
+    return MacchiatoState(latte_state(normal, N, s), window_state(normal, N, s))
 
 
 def forgetting_macchiato_state(normal: Normal, N: int, s: Sizes) -> Any:
-    return forgetting_state(normal, N, s), window_state(normal, N, s)
+    return MacchiatoState(forgetting_state(normal, N, s), window_state(normal, N, s))
 
 
 def delayed_state(normal: Normal, N: int, s: Sizes) -> Any:
     """Latents, of which one sequence's are all empty; tail; and what they have not read yet."""
-    latents, tail = macchiato_state(normal, N, s)
+    latents, tail = macchiato_state(normal, N, s)[:2]
     latents.log_mass[-1], latents.mean[-1] = -torch.inf, 0.0
-    return latents, tail, tail_of(normal, N, s["W"], s, "HL")
+    pending = tail_of(normal, N, s["W"], s, "HL")
+    slots = torch.cat([pending.mask[:, :1], tail.mask], 1)
+    return MacchiatoState(latents, tail, WindowState(pending.keys, pending.values[:, :1], slots))
 
 
 def forgetting_delayed_state(normal: Normal, N: int, s: Sizes) -> Any:
-    return forgetting_state(normal, N, s), *delayed_state(normal, N, s)[1:]
+    return delayed_state(normal, N, s)._replace(latent=forgetting_state(normal, N, s))
 
 
 def after_some(state: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,6 +185,41 @@ def after_some(state: Callable[..., Any]) -> Callable[..., Any]:
         return inner, torch.arange(N, device=device) * (s["W"] // 2) + s["n"]
 
     return make
+
+
+def held_tokens(normal: Normal, N: int, s: Sizes, latents: bool = True) -> KeptState:
+    """Some tokens read; in every sequence the last kept place is empty."""
+    n, W, C = KEPT_OPTIONS["count"], s["W"], KEPT_OPTIONS["block"]
+    letters = ["GK", "GD", "G"]
+    k, v, r = (normal(N, n + W + C - 1, *(s[c] for c in x)) for x in letters)
+    seen = torch.arange(N, device=k.device) + W + 9 * C
+    recent = seen[:, None] + torch.arange(1 - W - C, 0, device=k.device)
+    recent = torch.where(recent > (seen[:, None] - 1) // C * C - W, recent, -1)
+    old = torch.arange(n, device=k.device).expand(N, n)
+    old = torch.where(old == n - 1, -1, 2 * old + s["n"])
+    positions = torch.cat([old, recent], 1)[..., None].expand(r.shape)
+    scores = torch.cat([r[:, :n].sort(dim=1, descending=True)[0], r[:, n:]], 1)
+    scores = wide(scores).masked_fill(positions < 0, -torch.inf)
+    k, v = (x * (positions >= 0)[..., None] for x in (k, v))
+    late = normal(N, n + W + C - 1, s["H"], s["L"]) if latents else None
+    if late is not None:
+        late = late * (positions[..., :1] >= 0)[..., None]
+    return KeptState(k, v, scores, positions.contiguous(), seen, late)
+
+
+def held_window(normal: Normal, N: int, s: Sizes) -> KeptState:
+    return held_tokens(normal, N, s, latents=False)
+
+
+def kept_state(normal: Normal, N: int, s: Sizes) -> Any:
+    """Forgetting latents, of which one sequence's are all empty, and what is held."""
+    latents = forgetting_state(normal, N, s)
+    latents.log_mass[-1], latents.mean[-1] = -torch.inf, 0.0
+    held = held_tokens(normal, N, s)
+    assert held.latent_keys is not None
+    lost = -0.1 * wide(held.latent_keys).abs()
+    lost[:, -s["W"] :] = 0.0  # these have not left the window
+    return MacchiatoState(latents, kept=held._replace(log_decay=lost))
 
 
 def linear_state(normal: Normal, N: int, s: Sizes) -> LinearState:
@@ -230,7 +276,8 @@ def with_sinks(op: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
         state, position = initial_state or (None, None)
         there = ~sink_k.isnan().flatten(2).any(2)
         sinks = Sinks(sink_q, sink_k, sink_v, there, position)
-        out, state = op(sinks=sinks, initial_state=state, **options)
+        partition = options.pop("partition", Partition())._replace(sinks=sinks)
+        out, state = op(partition=partition, initial_state=state, **options)
         if state is None:
             return out, None
         mask, cu = options.get("key_mask"), options.get("cu_seqlens")
@@ -248,7 +295,26 @@ def log_mass(*, backend: str, output_final_state: bool = False, **options: Any) 
     return window_log_mass(**options), None
 
 
+def with_kept(op: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """An op with kept tokens, whose score is the key's first number; and with sinks, if given."""
+
+    @functools.wraps(op)
+    def run(
+        *, count: int, block: int, both: bool = False, sink_q: Tensor | None = None,
+        sink_k: Tensor | None = None, sink_v: Tensor | None = None, **options: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        sinks = None
+        if sink_q is not None and sink_k is not None and sink_v is not None:
+            there = ~sink_k.isnan().flatten(2).any(2)
+            sinks = Sinks(sink_q, sink_k, sink_v, there)
+        partition = Partition(sinks, both, both, Kept(options["k"][..., 0].detach(), count, block))
+        return op(partition=partition, **options)
+
+    return run
+
+
 DECAY = {"log_decay": "BTHL"}
+KEPT_OPTIONS = {"count": 3, "block": 4}
 sinks_macchiato = with_sinks(macchiato_attention)
 sinks_window = with_sinks(sliding_window_attention)
 BOTH_WAYS = {"causal": False}
@@ -291,14 +357,14 @@ OPS: dict[str, Op] = {
         MACCHIATO,
         delayed_state,
         latent_keys="latent_k",
-        options={"delay": True},
+        options={"partition": Partition(delay=True)},
     ),
     "delayed-forgetting": Op(
         sinks_macchiato,
         MACCHIATO | {"log_decay": "HL"} | SINKS,
         after_some(forgetting_delayed_state),
         latent_keys="latent_k",
-        options={"delay": True},
+        options={"partition": Partition(delay=True)},
     ),
     "joint": Op(
         macchiato_attention,
@@ -306,7 +372,7 @@ OPS: dict[str, Op] = {
         macchiato_state,
         packed_states=False,
         latent_keys="latent_k",
-        options={"joint": True},
+        options={"partition": Partition(joint=True)},
     ),
     "converted": Op(
         sinks_macchiato,
@@ -314,7 +380,26 @@ OPS: dict[str, Op] = {
         after_some(delayed_state),
         packed_states=False,
         latent_keys="latent_k",
-        options={"delay": True, "joint": True},
+        options={"partition": Partition(delay=True, joint=True)},
+    ),
+    "kept": Op(
+        with_kept(macchiato_attention),
+        MACCHIATO | DECAY | SINKS,
+        kept_state,
+        PYTORCH,
+        packed_states=False,
+        gaps=True,
+        latent_keys="latent_k",
+        options=KEPT_OPTIONS | {"both": True},
+    ),
+    "kept-window": Op(
+        with_kept(sliding_window_attention),
+        WINDOW,
+        held_window,
+        PYTORCH,
+        packed_states=False,
+        gaps=True,
+        options=dict(KEPT_OPTIONS),
     ),
     "window": Op(sliding_window_attention, WINDOW, window_state, kernel_length=70),
     "window-bidirectional": Op(

@@ -27,6 +27,7 @@ from latte.layers.state import PastKeys, Piece, rollback
 from latte.layers.step import StepState
 from latte.models.cache_name import one_cache
 from latte.ops import (
+    Partition,
     Sinks,
     WindowState,
     macchiato_attention,
@@ -264,7 +265,7 @@ class MacchiatoAttention(nn.Module):
             key_mask=piece.key_mask,
             cu_seqlens=piece.cu_seqlens,
             initial_state=piece.state.window,
-            sinks=self._sinks(local, piece),
+            partition=Partition(self._sinks(local, piece)),
         )
 
     def mixing_logits(
@@ -336,14 +337,12 @@ class MacchiatoAttention(nn.Module):
             window=self.window,
             scale=self.scale,
             softcap=self.softcap,
-            initial_state=piece.state.macchiato(self.delay_latents),
+            initial_state=piece.state,
             log_decay=log_decay,
-            sinks=sinks,
-            delay=self.delay_latents,
-            joint=self.joint_softmax,
+            partition=Partition(sinks, self.delay_latents, self.joint_softmax),
             **piece.sequences,
         )
-        return out, self._with_sinks(MixerState.of_macchiato(carried), sinks, piece)
+        return out, self._with_sinks(carried or MixerState(), sinks, piece)
 
     def full_attention(self, local: Projections, piece: Piece) -> tuple[Tensor, MixerState]:
         """The base's own attention: full, or in the window that the layer has in the base."""
@@ -383,7 +382,7 @@ class MacchiatoAttention(nn.Module):
             scale=self.scale,
             softcap=self.softcap,
             initial_state=piece.state.window,
-            sinks=sinks,
+            partition=Partition(sinks),
             **piece.sequences,
         )
         return out, MixerState(window=tail)

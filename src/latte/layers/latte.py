@@ -191,11 +191,11 @@ class LatteMacchiato(Mixer):
             window=self.window,
             softcap=self.softcap,
             causal=self.causal,
-            initial_state=piece.state.macchiato(),
+            initial_state=piece.state,
             log_decay=projected.log_decay,
             **piece.sequences,
         )
-        return out, MixerState.of_macchiato(carried)
+        return out, carried or MixerState()
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         parts: Any = self._modules

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from latte.layers.context_parallel import ShardedOps, across
 from latte.ops import LatteState
-from latte.ops.state import LinearState, MacchiatoState, WindowState
+from latte.ops.state import LinearState, WindowState
 
 T = TypeVar("T")
 
@@ -131,31 +131,6 @@ class MixerState(NamedTuple):
     recorded: Recorded | None = None
     shards: ShardedOps | None = None
 
-    def macchiato(self, delay: bool = False) -> MacchiatoState | None:
-        """The state of :func:`latte.ops.macchiato_attention`; None before the first token."""
-        if self.latent is None or self.window is None:
-            return None
-        unread = self.unread if delay else None
-        if unread is None:
-            return self.latent, self.window
-        return self.latent, self.window, unread
-
-    @property
-    def unread(self) -> WindowState | None:
-        """The pending sources with all their values, (B, W, G, D), those of the window too."""
-        pending, window = self.pending, self.window
-        if pending is None or window is None:
-            return pending
-        if pending.values.shape[1] == pending.keys.shape[1]:  # as in older files
-            return pending
-        return pending._replace(values=torch.cat([pending.values, window.values], 1))
-
-    @classmethod
-    def of_macchiato(cls, state: MacchiatoState | None) -> MixerState:
-        """The parts that :func:`latte.ops.macchiato_attention` changes, from its final state."""
-        latent, window, pending = (*(state or (None, None)), None)[:3]
-        return cls(latent=latent, window=window, pending=beside_window(pending))
-
     def record(self) -> MixerState:
         """This state, which records the tokens that are read from here on."""
         return self._replace(recorded=Recorded(self._replace(recorded=None)))
@@ -221,14 +196,6 @@ class Piece(NamedTuple):
         latent = _without_decay(after.latent)
         parts: Any = {"position": position, "latent": latent, "sources": sources}
         return after._replace(recorded=recorded, **parts)
-
-
-def beside_window(pending: WindowState | None) -> WindowState | None:
-    """Pending sources with the oldest token's value alone: the window holds the others."""
-    if pending is None:
-        return None
-    # A copy, because a view would keep all values alive.
-    return pending._replace(values=pending.values[:, :1].clone())
 
 
 def _without_decay(state: LatteState | None) -> LatteState | None:

@@ -18,8 +18,14 @@ import torch
 from torch import Tensor
 
 from latte.layers.plan import UNPLANNED, LayerParts, StepPlan
-from latte.layers.state import MixerState, beside_window, map_tensors
-from latte.ops.state import LatteState, LinearState, WindowState
+from latte.layers.state import MixerState, map_tensors
+from latte.ops.state import (
+    LatteState,
+    LinearState,
+    WindowState,
+    oldest_alone,
+    with_all_values,
+)
 from latte.ops.step import Ring, StepSinks, TokenRotary, macchiato_step, number, window_step
 
 
@@ -105,9 +111,9 @@ class StepState:
             return ring_BXW
 
         keys, values, mask = state.window
-        unread = state.unread
-        if unread is not None:
+        if state.pending is not None:
             # The oldest of W tokens is in the slot that comes next.
+            unread = with_all_values(state.pending, state.window)
             latent_k, values, mask = (x.roll(-1, 1) for x in unread)
             made.pending = ring(latent_k)
         if state.sinks is not None:
@@ -138,7 +144,7 @@ class StepState:
             # The next slot holds the token that leaves the window.
             window = self._newest(self.ring.keys, self.ring, self.size - 1)
             if self.pending is not None:
-                pending = beside_window(self._newest(self.pending, self.ring, self.size))
+                pending = oldest_alone(self._newest(self.pending, self.ring, self.size))
         if self.sinks is not None:
             keys, values = (_slots_first(x) for x in self.sinks)
             mask = torch.arange(keys.shape[1], device=position.device) < position[:, None]

@@ -26,11 +26,23 @@ if TYPE_CHECKING:
         window_log_mass,
     )
     from latte.ops.backend import default_backend, set_default_backend, use_backend
-    from latte.ops.state import LatteState, LinearState, Sinks, WindowState
+    from latte.ops.kept import Kept, KeptState
+    from latte.ops.state import (
+        LatteState,
+        LinearState,
+        MacchiatoState,
+        Partition,
+        Sinks,
+        WindowState,
+    )
 
 __all__ = [
+    "Kept",
+    "KeptState",
     "LatteState",
     "LinearState",
+    "MacchiatoState",
+    "Partition",
     "Sinks",
     "WindowState",
     "attention_weights",
@@ -46,5 +58,5 @@ __all__ = [
     "window_log_mass",
 ]
 
-MODULES = ("api", "backend", "state")
+MODULES = ("api", "backend", "kept", "state")
 __getattr__, __dir__ = lazy_names(__name__, __all__, MODULES)

@@ -27,6 +27,7 @@ other sequences. Triton's kernels let it reach earlier tokens of its own chunk.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import cpp_backend, reference, triton_backend
+from latte.ops import cpp_backend, kept_call, reference, triton_backend
 from latte.ops.arguments import NO_SINKS, NO_STATE, NO_WINDOW
 from latte.ops.backend import choose, is_step
 from latte.ops.checks import (
@@ -47,6 +48,7 @@ from latte.ops.checks import (
     check_log_decay,
     check_macchiato_state,
     check_parameters,
+    check_partition,
     check_sequences,
     check_shape,
     check_sinks,
@@ -55,17 +57,21 @@ from latte.ops.checks import (
     check_widths,
     check_window,
     check_window_state,
+    sinks_alone,
 )
 from latte.ops.isolation import View, isolated
+from latte.ops.kept import KeptState
+from latte.ops.kept_call import check_kept
 from latte.ops.state import (
     LatteState,
     LinearState,
     MacchiatoState,
+    Partition,
     SeenSinks,
-    Sinks,
     WindowState,
     begun,
     final_window_state,
+    oldest_alone,
     total_log_decay,
 )
 from latte.ops.tensors import Local, Sequences, computation_dtype, full_precision, nothing_out
@@ -170,11 +176,11 @@ def latte_attention(
     initial_state = check_latte_state(op, initial_state, (N, H, L, D), q)
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
     step = is_step((q, k, v, initial_state, log_decay), sequences)
-    start = initial_state or LatteState.empty(N, H, L, D, device=q.device, dtype=dtype)
+    empty = functools.partial(LatteState.empty, N, H, L, D, device=q.device, dtype=dtype)
     forgotten = (
         total_log_decay(log_decay, initial_state, cu_seqlens) if output_final_state else None
     )
-    as_given = initial_state or start, log_decay
+    as_given = initial_state, log_decay
     initial_state, log_decay = _forget_first(initial_state, log_decay, step)
     every = (q, k, v, log_decay, *(initial_state or ()))
     serves = _natively(LATTE, causal)
@@ -185,11 +191,12 @@ def latte_attention(
     if G != H and not (step and chosen == "triton"):
         v = v.repeat_interleave(H // G, 2)
     if B * T == 0:
-        out, state = nothing_out(v, q, k, log_decay), start
+        out, state = nothing_out(v, q, k, log_decay), as_given[0] or empty()
     elif step and chosen == "triton":
         from latte.ops.triton_backend.step import latte_step_op
 
-        (A, mu, *_), decay = as_given  # this kernel does the whole step
+        before, decay = as_given  # this kernel does the whole step
+        A, mu, *_ = before or empty()
         out, *after = latte_step_op(q, k, v, key_mask, A, mu, decay)
         state = LatteState(*after)
     else:
@@ -247,9 +254,7 @@ def macchiato_attention(
     initial_state: MacchiatoState | None = None,
     output_final_state: bool = False,
     log_decay: Tensor | None = None,
-    sinks: Sinks | None = None,
-    delay: bool = False,
-    joint: bool = False,
+    partition: Partition | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, MacchiatoState | None]:
     """Latte-Macchiato: latent attention whose state 0 is a sliding window (paper, eq. 15-17).
@@ -267,23 +272,20 @@ def macchiato_attention(
         scale: Factor of the local logits; 1 / sqrt(K) if None.
         softcap: Cap of the local logits, which become ``softcap * tanh(logit / softcap)``.
         log_decay: Log-decay of the latents, as for :func:`latte_attention`. The window does not
-            decay. With ``delay`` a source's weight decays from the token at which the latents
+            decay. With delayed latents a source's weight decays from the token at which the latents
             read it. Decays (H, L) then give the same result as without delay, because the decay
             over W tokens is a factor that all sources share.
-        sinks: First tokens, which stay visible to the window's softmax. Causal only.
-        delay: Whether the latents read only sources that have left the window, s <= t - W. The two
-            branches then share no source. While none has left the window, p(0|t) is 1. Causal
-            only.
-        joint: Whether the window's keys and the latents share one softmax. The window's logit
-            ``latent_q[..., 0]`` is then added to the logit of every key, so that p(0|t) is
-            ``softmax(latent_q_t + [m_t, 0, ..., 0])[0]`` with m_t the logsumexp of the window's
-            logits, sinks included. Causal only (beyond the paper).
+        partition: How the past is divided between the window and the latents, beyond the paper:
+            sinks, delayed latents, one softmax for both, kept tokens. Causal only. With kept
+            tokens outputs at masked tokens are zeros, and the state has ``latent`` and ``kept``.
+        initial_state: :class:`MacchiatoState`, or any NamedTuple with its three fields. Parts that
+            are None are those before the first token. ``pending.values`` may also have the values
+            of all W tokens.
 
     Returns:
-        Output (B, T, H, D) and the final state, a tuple ``(LatteState, WindowState)`` (None unless
-        ``output_final_state``). With ``delay`` the tuple has a third part, a ``WindowState`` of the
-        sources that the latents have not read yet: their latent keys (N, W, H, L), values
-        (N, W, G, D) and mask (N, W).
+        Output (B, T, H, D) and the final state (None unless ``output_final_state``). The state is a
+        :class:`MacchiatoState`. If the initial state is another NamedTuple, it is of that type, and
+        its other fields are unchanged.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
@@ -305,28 +307,34 @@ def macchiato_attention(
     sequences = Sequences(key_mask, cu_seqlens, causal)
     sequences, N = check_sequences(op, B, T, q.device, sequences)
     cu_seqlens = sequences.cu_seqlens
+    sinks, delay, joint, kept = check_partition(op, partition)
+    dtype = computation_dtype(q.dtype)
     sinks = check_sinks(op, sinks, sizes, N, q, causal)
     if delay and not causal:
         raise ValueError(f"{op}: delay needs causal=True: no source leaves a bidirectional window")
     if joint and not causal:
         raise ValueError(f"{op}: joint needs causal=True, got False")
-    if joint and cu_seqlens is not None and initial_state is not None:
+    kept = check_kept(op, kept, sizes, q, causal)
+    if kept is not None:
+        log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
+        inputs, local = (latent_q, latent_k, q, k, v), Local.of(window, scale, softcap, K)
+        late = (log_decay, delay, joint, initial_state, output_final_state)
+        return kept_call.macchiato(op, inputs, kept, local, sequences, sinks, *late, backend)
+    latents, tail, unread = check_macchiato_state(
+        op, initial_state, (N, H, L, D), window, delay, latent_k, k, v
+    )
+    if joint and cu_seqlens is not None and latents is not None:
         raise ValueError(
             f"{op}: joint takes cu_seqlens or initial_state, got both: carry packed sequences on "
             "one by one"
         )
-    if not causal and (initial_state is not None or output_final_state):
+    if not causal and (latents is not None or output_final_state):
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
-    latents, tail, unread = check_macchiato_state(
-        op, initial_state, (N, H, L, D), window, delay, latent_k, k, v
-    )
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
-    step = is_step((latent_q, latent_k, q, k, v, initial_state, log_decay), sequences)
-    start = latents or LatteState.empty(
-        N, H, L, D, device=q.device, dtype=computation_dtype(q.dtype)
-    )
+    step = is_step((latent_q, latent_k, q, k, v, latents, tail, unread, log_decay), sequences)
+    empty = functools.partial(LatteState.empty, N, H, L, D, device=q.device, dtype=dtype)
     forgotten = total_log_decay(log_decay, latents, cu_seqlens) if output_final_state else None
-    as_given = latents or start, log_decay
+    as_given = latents, log_decay
     latents, log_decay = _forget_first(latents, log_decay, step)
     every = (latent_q, latent_k, q, k, v, log_decay, *(latents or ()), *(tail or ()))
     every = (*every, *(unread or ()), *(sinks or ()))
@@ -349,6 +357,7 @@ def macchiato_attention(
     held: list[WindowState] = []  # the windows' states after the call
     if step and chosen == "triton":
         before, decay = as_given  # this kernel does the whole step
+        before = before or empty()
         tail = tail or WindowState.empty(k, v, window)
         if delay:
             unread = unread or WindowState.empty(latent_k, v, window + 1)
@@ -358,7 +367,7 @@ def macchiato_attention(
     elif B * T == 0:
         there = (latent_q, latent_k, q, k, *(() if sinks is None else sinks[:3]))
         out = nothing_out(v.repeat_interleave(H // G, 2), *there, log_decay)
-        latte_state = start
+        latte_state = as_given[0] or empty()
     else:
         options: dict[str, Any] = {} if seen_sinks is None else {"sinks": seen_sinks}
         if delay:
@@ -410,8 +419,15 @@ def macchiato_attention(
         held.append(final_window_state(k, v, window, key_mask, cu_seqlens, tail))
         if delay:
             held.append(final_window_state(latent_k, v, window + 1, key_mask, cu_seqlens, unread))
-    after: Any = (LatteState(latte_state.log_mass, latte_state.mean, forgotten), *held)
-    return out, after
+    if delay:
+        held[1] = oldest_alone(held[1])
+    latent = LatteState(latte_state.log_mass, latte_state.mean, forgotten)
+    after: dict[str, Any] = dict(
+        zip(("latent", "window", "pending"), (latent, *held), strict=False)
+    )
+    if initial_state is not None and hasattr(initial_state, "pending"):
+        return out, initial_state._replace(**after)
+    return out, MacchiatoState(**after)
 
 
 def _macchiato_step(
@@ -447,12 +463,13 @@ def window_log_mass(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     initial_state: WindowState | None = None,
-    sinks: Sinks | None = None,
+    partition: Partition | None = None,
 ) -> Tensor:
     """The logsumexp of a causal window's logits, which ``joint`` adds to the window's logit.
 
     Args:
-        q, k, window, scale, softcap, sinks: Arguments as for :func:`macchiato_attention`.
+        q, k, window, scale, softcap: Arguments as for :func:`macchiato_attention`.
+        partition: Its ``sinks`` count too.
         initial_state: ``WindowState`` before the first token. Not together with ``cu_seqlens``.
 
     Returns:
@@ -472,7 +489,7 @@ def window_log_mass(
     if cu_seqlens is not None and initial_state is not None:
         raise ValueError(f"{op}: expected cu_seqlens or initial_state, got both")
     initial_state = check_window_state(op, initial_state, window, N, k, None)
-    sinks = check_sinks(op, sinks, sizes, N, q, causal=True)
+    sinks = check_sinks(op, sinks_alone(op, partition), sizes, N, q, causal=True)
     local = Local.of(window, scale, softcap, sizes["K"])
     seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
 
@@ -506,11 +523,11 @@ def sliding_window_attention(
     causal: bool = True,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    initial_state: WindowState | None = None,
+    initial_state: WindowState | KeptState | None = None,
     output_final_state: bool = False,
-    sinks: Sinks | None = None,
+    partition: Partition | None = None,
     backend: str | None = None,
-) -> tuple[Tensor, WindowState | None]:
+) -> tuple[Tensor, WindowState | KeptState | None]:
     """Softmax attention over a sliding window, in linear time and memory (paper, eq. 17).
 
     With ``window=w`` a query sees w keys, s in [t-w+1, t], as in Hugging Face and FlashAttention.
@@ -523,8 +540,10 @@ def sliding_window_attention(
         v: Values, (B, T, G, D).
         scale: Factor of the logits; 1 / sqrt(K) if None.
         softcap: Cap of the logits, which become ``softcap * tanh(logit / softcap)``.
-        initial_state: ``WindowState`` with the last W-1 keys and values (causal only).
-        sinks: First tokens, which stay visible beside the window (causal, and with a window).
+        initial_state: ``WindowState`` with the last W-1 keys and values (causal only). With kept
+            tokens it is the ``KeptState`` that came out.
+        partition: Its ``sinks`` and ``kept`` tokens stay visible beside the window (causal, and
+            with a window).
 
     Returns:
         Output (B, T, H, D) and the final ``WindowState`` (None unless ``output_final_state``).
@@ -546,10 +565,15 @@ def sliding_window_attention(
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
     if window is None and cu_seqlens is not None and carried:
         raise ValueError(f"{op}: full attention (window=None) carries no state when packed")
-    initial_state = check_window_state(op, initial_state, window, N, k, v)
-    sinks = check_sinks(op, sinks, sizes, N, q, causal)
-    if sinks is not None and window is None:
-        raise ValueError(f"{op}: sinks need a window, got window=None, which sees every token")
+    sinks = check_sinks(op, sinks_alone(op, partition, kept=True), sizes, N, q, causal)
+    kept = check_kept(op, partition and partition.kept, sizes, q, causal)
+    if (sinks is not None or kept is not None) and window is None:
+        what = "sinks need" if sinks is not None else "kept needs"
+        raise ValueError(f"{op}: {what} a window, got window=None, which sees every token")
+    if kept is not None:
+        local, late = Local.of(window, scale, softcap, K), (initial_state, output_final_state)
+        return kept_call.window(op, (q, k, v), kept, local, sequences, sinks, *late, backend)
+    initial_state = check_window_state(op, initial_state, window, N, k, v)  # type: ignore[arg-type]
     every = (q, k, v, *(initial_state or ()), *(sinks or ()))
     serves = _natively(WINDOW, causal and window is not None)
     serves = FULL if window is None and backend is None else serves
