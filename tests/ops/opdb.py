@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import (
+    Kept,
+    KeptState,
     LatteState,
     LinearState,
     MacchiatoState,
@@ -163,7 +165,7 @@ def forgetting_macchiato_state(normal: Normal, N: int, s: Sizes) -> Any:
 
 def delayed_state(normal: Normal, N: int, s: Sizes) -> Any:
     """Latents, of which one sequence's are all empty; tail; and what they have not read yet."""
-    latents, tail, _ = macchiato_state(normal, N, s)
+    latents, tail = macchiato_state(normal, N, s)[:2]
     latents.log_mass[-1], latents.mean[-1] = -torch.inf, 0.0
     pending = tail_of(normal, N, s["W"], s, "HL")
     slots = torch.cat([pending.mask[:, :1], tail.mask], 1)
@@ -183,6 +185,41 @@ def after_some(state: Callable[..., Any]) -> Callable[..., Any]:
         return inner, torch.arange(N, device=device) * (s["W"] // 2) + s["n"]
 
     return make
+
+
+def held_tokens(normal: Normal, N: int, s: Sizes, latents: bool = True) -> KeptState:
+    """Some tokens read; in every sequence the last kept place is empty."""
+    n, W, C = KEPT_OPTIONS["count"], s["W"], KEPT_OPTIONS["block"]
+    letters = ["GK", "GD", "G"]
+    k, v, r = (normal(N, n + W + C - 1, *(s[c] for c in x)) for x in letters)
+    seen = torch.arange(N, device=k.device) + W + 9 * C
+    recent = seen[:, None] + torch.arange(1 - W - C, 0, device=k.device)
+    recent = torch.where(recent > (seen[:, None] - 1) // C * C - W, recent, -1)
+    old = torch.arange(n, device=k.device).expand(N, n)
+    old = torch.where(old == n - 1, -1, 2 * old + s["n"])
+    positions = torch.cat([old, recent], 1)[..., None].expand(r.shape)
+    scores = torch.cat([r[:, :n].sort(dim=1, descending=True)[0], r[:, n:]], 1)
+    scores = wide(scores).masked_fill(positions < 0, -torch.inf)
+    k, v = (x * (positions >= 0)[..., None] for x in (k, v))
+    late = normal(N, n + W + C - 1, s["H"], s["L"]) if latents else None
+    if late is not None:
+        late = late * (positions[..., :1] >= 0)[..., None]
+    return KeptState(k, v, scores, positions.contiguous(), seen, late)
+
+
+def held_window(normal: Normal, N: int, s: Sizes) -> KeptState:
+    return held_tokens(normal, N, s, latents=False)
+
+
+def kept_state(normal: Normal, N: int, s: Sizes) -> Any:
+    """Forgetting latents, of which one sequence's are all empty, and what is held."""
+    latents = forgetting_state(normal, N, s)
+    latents.log_mass[-1], latents.mean[-1] = -torch.inf, 0.0
+    held = held_tokens(normal, N, s)
+    assert held.latent_keys is not None
+    lost = -0.1 * wide(held.latent_keys).abs()
+    lost[:, -s["W"] :] = 0.0  # these have not left the window
+    return MacchiatoState(latents, kept=held._replace(log_decay=lost))
 
 
 def linear_state(normal: Normal, N: int, s: Sizes) -> LinearState:
@@ -258,7 +295,26 @@ def log_mass(*, backend: str, output_final_state: bool = False, **options: Any) 
     return window_log_mass(**options), None
 
 
+def with_kept(op: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """An op with kept tokens, whose score is the key's first number; and with sinks, if given."""
+
+    @functools.wraps(op)
+    def run(
+        *, count: int, block: int, both: bool = False, sink_q: Tensor | None = None,
+        sink_k: Tensor | None = None, sink_v: Tensor | None = None, **options: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        sinks = None
+        if sink_q is not None and sink_k is not None and sink_v is not None:
+            there = ~sink_k.isnan().flatten(2).any(2)
+            sinks = Sinks(sink_q, sink_k, sink_v, there)
+        partition = Partition(sinks, both, both, Kept(options["k"][..., 0].detach(), count, block))
+        return op(partition=partition, **options)
+
+    return run
+
+
 DECAY = {"log_decay": "BTHL"}
+KEPT_OPTIONS = {"count": 3, "block": 4}
 sinks_macchiato = with_sinks(macchiato_attention)
 sinks_window = with_sinks(sliding_window_attention)
 BOTH_WAYS = {"causal": False}
@@ -325,6 +381,25 @@ OPS: dict[str, Op] = {
         packed_states=False,
         latent_keys="latent_k",
         options={"partition": Partition(delay=True, joint=True)},
+    ),
+    "kept": Op(
+        with_kept(macchiato_attention),
+        MACCHIATO | DECAY | SINKS,
+        kept_state,
+        PYTORCH,
+        packed_states=False,
+        gaps=True,
+        latent_keys="latent_k",
+        options=KEPT_OPTIONS | {"both": True},
+    ),
+    "kept-window": Op(
+        with_kept(sliding_window_attention),
+        WINDOW,
+        held_window,
+        PYTORCH,
+        packed_states=False,
+        gaps=True,
+        options=dict(KEPT_OPTIONS),
     ),
     "window": Op(sliding_window_attention, WINDOW, window_state, kernel_length=70),
     "window-bidirectional": Op(

@@ -294,7 +294,8 @@ def test_gradients_by_differences(bench):
 
     def fn(*xs):
         start = with_leaves(state, xs[count:])
-        return leaves(sized.call(xs[:count], start, output_final_state=carried))
+        found = leaves(sized.call(xs[:count], start, output_final_state=carried))
+        return [x for x in found if x.requires_grad]  # a choice is not differentiable
 
     assert torch.autograd.gradcheck(fn, mine, fast_mode=True)
     try:
@@ -785,7 +786,8 @@ def test_autocast_changes_nothing(bench):
     assert_same(results[1], results[0], 1e-6)
 
 
-@over({"torch": [F64], "cpu": [F64], "triton": [F32]})
+# "kept" has all of "kept-window" in its graph, and takes long to trace.
+@over({"torch": [F64], "cpu": [F64], "triton": [F32]}, only=lambda op: op is not OPS["kept-window"])
 def test_it_compiles_in_one_graph(bench):
     """Forward and backward; ``aot_eager`` traces all of it, and leaves out only the C++ step."""
     torch._dynamo.reset()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         window_log_mass,
     )
     from latte.ops.backend import default_backend, set_default_backend, use_backend
+    from latte.ops.kept import Kept, KeptState
     from latte.ops.state import (
         LatteState,
         LinearState,
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Kept",
+    "KeptState",
     "LatteState",
     "LinearState",
     "MacchiatoState",
@@ -55,5 +58,5 @@ __all__ = [
     "window_log_mass",
 ]
 
-MODULES = ("api", "backend", "state")
+MODULES = ("api", "backend", "kept", "state")
 __getattr__, __dir__ = lazy_names(__name__, __all__, MODULES)

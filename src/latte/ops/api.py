@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import cpp_backend, reference, triton_backend
+from latte.ops import cpp_backend, kept_call, reference, triton_backend
 from latte.ops.arguments import NO_SINKS, NO_STATE, NO_WINDOW
 from latte.ops.backend import choose, is_step
 from latte.ops.checks import (
@@ -60,6 +60,8 @@ from latte.ops.checks import (
     sinks_alone,
 )
 from latte.ops.isolation import View, isolated
+from latte.ops.kept import KeptState
+from latte.ops.kept_call import check_kept
 from latte.ops.state import (
     LatteState,
     LinearState,
@@ -278,7 +280,8 @@ def macchiato_attention(
             read it. Decays (H, L) then give the same result as without delay, because the decay
             over W tokens is a factor that all sources share.
         partition: How the past is divided between the window and the latents, beyond the paper:
-            sinks, delayed latents, one softmax for both. Causal only.
+            sinks, delayed latents, one softmax for both, kept tokens. Causal only. With kept
+            tokens outputs at masked tokens are zeros, and the state has ``latent`` and ``kept``.
         initial_state: :class:`MacchiatoState`, or any NamedTuple with its three fields. Parts that
             are None are those before the first token. ``pending.values`` may also have the values
             of all W tokens.
@@ -305,13 +308,18 @@ def macchiato_attention(
     sequences = Sequences(key_mask, cu_seqlens, causal)
     sequences, N = check_sequences(op, B, T, q.device, sequences)
     cu_seqlens = sequences.cu_seqlens
-    sinks, delay, joint = PAPER if partition is None else check_partition(op, partition)
+    sinks, delay, joint, kept = PAPER if partition is None else check_partition(op, partition)
     if sinks is not None:
         sinks = check_sinks(op, sinks, sizes, N, q, causal)
     if delay and not causal:
         raise ValueError(f"{op}: delay needs causal=True: no source leaves a bidirectional window")
     if joint and not causal:
         raise ValueError(f"{op}: joint needs causal=True, got False")
+    if kept is not None and (kept := check_kept(op, kept, sizes, q, causal)) is not None:
+        log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
+        inputs, local = (latent_q, latent_k, q, k, v), Local.of(window, scale, softcap, K)
+        late = (log_decay, delay, joint, initial_state, output_final_state)
+        return kept_call.macchiato(op, inputs, kept, local, sequences, sinks, *late, backend)
     latents, tail, unread = check_macchiato_state(
         op, initial_state, (N, H, L, D), window, delay, latent_k, k, v
     )
@@ -518,11 +526,11 @@ def sliding_window_attention(
     causal: bool = True,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    initial_state: WindowState | None = None,
+    initial_state: WindowState | KeptState | None = None,
     output_final_state: bool = False,
     partition: Partition | None = None,
     backend: str | None = None,
-) -> tuple[Tensor, WindowState | None]:
+) -> tuple[Tensor, WindowState | KeptState | None]:
     """Softmax attention over a sliding window, in linear time and memory (paper, eq. 17).
 
     With ``window=w`` a query sees w keys, s in [t-w+1, t], as in Hugging Face and FlashAttention.
@@ -535,8 +543,10 @@ def sliding_window_attention(
         v: Values, (B, T, G, D).
         scale: Factor of the logits; 1 / sqrt(K) if None.
         softcap: Cap of the logits, which become ``softcap * tanh(logit / softcap)``.
-        initial_state: ``WindowState`` with the last W-1 keys and values (causal only).
-        partition: Its ``sinks`` stay visible beside the window (causal, and with a window).
+        initial_state: ``WindowState`` with the last W-1 keys and values (causal only). With kept
+            tokens it is the ``KeptState`` that came out.
+        partition: Its ``sinks`` and ``kept`` tokens stay visible beside the window (causal, and
+            with a window).
 
     Returns:
         Output (B, T, H, D) and the final ``WindowState`` (None unless ``output_final_state``).
@@ -558,10 +568,15 @@ def sliding_window_attention(
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
     if window is None and cu_seqlens is not None and carried:
         raise ValueError(f"{op}: full attention (window=None) carries no state when packed")
-    initial_state = check_window_state(op, initial_state, window, N, k, v)
-    sinks = check_sinks(op, sinks_alone(op, partition), sizes, N, q, causal)
-    if sinks is not None and window is None:
-        raise ValueError(f"{op}: sinks need a window, got window=None, which sees every token")
+    sinks = check_sinks(op, sinks_alone(op, partition, kept=True), sizes, N, q, causal)
+    kept = check_kept(op, partition and partition.kept, sizes, q, causal)
+    if (sinks is not None or kept is not None) and window is None:
+        what = "sinks need" if sinks is not None else "kept needs"
+        raise ValueError(f"{op}: {what} a window, got window=None, which sees every token")
+    if kept is not None:
+        local, late = Local.of(window, scale, softcap, K), (initial_state, output_final_state)
+        return kept_call.window(op, (q, k, v), kept, local, sequences, sinks, *late, backend)
+    initial_state = check_window_state(op, initial_state, window, N, k, v)  # type: ignore[arg-type]
     every = (q, k, v, *(initial_state or ()), *(sinks or ()))
     serves = _natively(WINDOW, causal and window is not None)
     serves = FULL if window is None and backend is None else serves

@@ -348,6 +348,8 @@ def check_macchiato_state(
         return None, None, None
     named = hasattr(state, "pending")
     parts = (state.latent, state.window, state.pending) if named else state
+    if getattr(state, "kept", None) is not None:
+        raise ValueError(f"{op}: initial_state has kept tokens, but partition.kept does not")
     if named and parts == (None, None, None):
         return None, None, None
     given = [x for x in parts if x is not None] if isinstance(parts, tuple) else []
@@ -377,14 +379,16 @@ def check_partition(op: str, partition: Partition | None) -> Partition:
     return partition
 
 
-def sinks_alone(op: str, partition: Partition | None) -> Sinks | None:
-    """The sinks of a window without latents, where nothing else can be divided."""
-    sinks, delay, joint = check_partition(op, partition)
+def sinks_alone(op: str, partition: Partition | None, kept: bool = False) -> Sinks | None:
+    """The sinks of a window without latents, where there may be ``kept`` tokens, and no more."""
+    sinks, delay, joint, chosen = check_partition(op, partition)
     if delay or joint:
         raise ValueError(
             f"{op}: partition must have sinks alone, because there are no latents, got "
             f"delay={delay}, joint={joint}"
         )
+    if chosen is not None and not kept:
+        raise ValueError(f"{op}: partition.kept must be None here, got a {type(chosen).__name__}")
     return sinks
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import register_pytree_node
 
+from latte.ops.kept import Kept, KeptState
 from latte.ops.tensors import (
     Sequences,
     computation_dtype,
@@ -210,11 +211,14 @@ class Partition(NamedTuple):
             ``latent_q[..., 0]`` is then added to the logit of every key, so that p(0|t) is
             ``softmax(latent_q_t + [m_t, 0, ..., 0])[0]`` with m_t the logsumexp of the window's
             logits, sinks included.
+        kept: Which tokens stay visible after they have left the window. Latents then have to be
+            delayed and joint, and they read neither these tokens nor sinks.
     """
 
     sinks: Sinks | None = None
     delay: bool = False
     joint: bool = False
+    kept: Kept | None = None
 
 
 class MacchiatoState(NamedTuple):
@@ -226,11 +230,14 @@ class MacchiatoState(NamedTuple):
         pending: Sources that delayed latents have not read yet, the last W tokens: their latent
             keys (B, W, H, L) and mask (B, W), and the value (B, 1, G, D) of the oldest token alone,
             because the window holds the others. None without delay.
+        kept: The tokens that are held with kept tokens, those of the window among them. The parts
+            ``window`` and ``pending`` are then None.
     """
 
     latent: LatteState | None = None
     window: WindowState | None = None
     pending: WindowState | None = None
+    kept: KeptState | None = None
 
 
 def oldest_alone(pending: WindowState) -> WindowState:

@@ -1,0 +1,124 @@
+"""Kept tokens: a bounded set of exact keys beside the window, the largest scores that have left it.
+
+The tokens of a sequence are divided in blocks of C. Before the first query of a block (an update)
+the sources that are W or more tokens behind it leave the window. The N largest scores of all that
+have left, of each group of key heads, are kept; of equal scores the later source. The latents read
+all others, once and for good. Between two updates a query sees the W to W + C - 1 last tokens.
+
+Only real tokens count: positions, windows and blocks are those of the sequence without its masked
+tokens, from its first token on, wherever calls begin. So padding, packing and cuts change nothing.
+
+Shape suffixes: B batch, T tokens, N states (B, or the packed sequences), M slots of a state, H
+query heads, G key/value heads, L latents, K key width, D value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from latte.ops.tensors import computation_dtype
+
+
+class Kept(NamedTuple):
+    """Which of the tokens that have left the window stay visible.
+
+    Attributes:
+        scores: Score of each source and group of key heads, (B, T, G), floating point. The choice
+            has no gradient. A source of -inf, or NaN, is never kept.
+        count: Number of kept tokens, N. 0 is as without kept tokens.
+        block: Number of tokens from one update to the next, C.
+    """
+
+    scores: Tensor
+    count: int  # type: ignore[assignment]
+    block: int = 64
+
+
+class KeptState(NamedTuple):
+    """The tokens that a sequence holds exactly: N kept ones, then the last W + C - 1, oldest first.
+
+    Of the last ones those that were kept, or read by the latents, are empty places. Kept tokens
+    stand in the order of their scores, the largest first, and of equal scores the later first.
+
+    Attributes:
+        keys: Keys, (N, M, G, K), with M = count + window + block - 1.
+        values: Values, (N, M, G, D).
+        scores: Scores, (N, M, G), in fp32 (fp64 for fp64 inputs); -inf in an empty place.
+        positions: Positions in the sequence, (N, M, G) int64; -1 in an empty place.
+        seen: Number of real tokens so far, (N,) int64.
+        latent_keys: Latent keys, (N, M, H, L); None without latents.
+        log_decay: Sum of the latents' log-decays since the token left the window, (N, M, H, L), in
+            fp32 (fp64 for fp64 inputs); None if the latents do not forget.
+    """
+
+    keys: Tensor
+    values: Tensor
+    scores: Tensor
+    positions: Tensor
+    seen: Tensor
+    latent_keys: Tensor | None = None
+    log_decay: Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        k_BTGK: Tensor,
+        v_BTGD: Tensor,
+        kept: Kept,
+        window: int,
+        sequences: int,
+        latent_k_BTHL: Tensor | None = None,
+        log_decay_BTHL: Tensor | None = None,
+    ) -> KeptState:
+        """The state of so many sequences before their first token, for inputs like these."""
+        shape = (sequences, kept.count + window + kept.block - 1)
+
+        def zeros(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.new_zeros(*shape, *x.shape[2:])
+
+        keys, values = k_BTGK.new_zeros(*shape, *k_BTGK.shape[2:]), zeros(v_BTGD)
+        scores = comparable(kept.scores[:0]).new_full((*shape, k_BTGK.shape[2]), -torch.inf)
+        positions = torch.full(scores.shape, -1, device=scores.device)
+        seen = positions.new_zeros(sequences)
+        late = zeros(latent_k_BTHL), zeros(log_decay_BTHL)
+        return cls(keys, values, scores, positions, seen, *late)  # type: ignore[arg-type]
+
+
+class KeptLatents(NamedTuple):
+    """What the latents of a call with kept tokens are made of.
+
+    Attributes:
+        q: Query logits, (B, T, H, L+1). Column 0 belongs to all exact keys.
+        k: Key logits, (B, T, H, L).
+        log_decay: Log-decays, (B, T, H, L), 0 at masked tokens, or None.
+        log_mass: Log-mass of the state before, (N, H, L), or None.
+        mean: Mean of the state before, (N, H, L, D), or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    log_decay: Tensor | None
+    log_mass: Tensor | None
+    mean: Tensor | None
+
+
+def comparable(scores: Tensor) -> Tensor:
+    """Scores in the dtype of the sums, without gradient; -inf for NaN."""
+    scores = scores.detach().to(computation_dtype(scores.dtype))
+    return torch.where(scores.isnan(), -torch.inf, scores)
+
+
+def taken(x_BSGX: Tensor, index_NMG: Tensor, there_NMG: Tensor, fill: float = 0) -> Tensor:
+    """The sources of these places, (N, M, G, ...); ``fill`` where there is none.
+
+    Rows of x are those of the index, or there is one row for all of them.
+    """
+    N, _, G = index_NMG.shape
+    row = torch.arange(N, device=index_NMG.device)[:, None, None]
+    row = row if x_BSGX.shape[0] == N else torch.zeros_like(row)
+    found = x_BSGX[row, index_NMG, torch.arange(G, device=row.device)]
+    there = there_NMG.view(*there_NMG.shape, *[1] * (found.ndim - 3))
+    return torch.where(there, found, torch.as_tensor(fill, dtype=found.dtype, device=row.device))

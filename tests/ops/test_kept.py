@@ -1,0 +1,254 @@
+"""Kept tokens: the definition by loops, the choice, and what is refused.
+
+What holds of every op holds of these too (``test_laws.py``): any cut, packed and padded sequences,
+causality, gradients by differences, low precision.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from latte.ops import (
+    Kept,
+    KeptState,
+    Partition,
+    Sinks,
+    macchiato_attention,
+    sliding_window_attention,
+)
+from latte.ops.tensors import Sequences
+from latte.ops.torch_backend.kept import KeptCall, Plan, kept_op
+from tests.ops.helpers import assert_same, macchiato_inputs, randn
+
+T, H, G, L, W, C, N, SINKS = 33, 4, 2, 3, 5, 4, 3, 2
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
+
+
+def scores_of(B=1, tokens=T, seed=30):
+    """Many equal ones, and some of -inf."""
+    scores = randn(B, tokens, G, seed=seed).mul(2).round()
+    scores[:, 3::7, 0], scores[:, 2::5, 1] = -torch.inf, -torch.inf
+    return scores
+
+
+def places(scores, t, g, sinks=0, count=N):
+    """Window, sinks, kept (best first) and latents at query t, by the definition."""
+    update = t // C * C
+    window = [s for s in range(t + 1) if s > update - W]
+    left = [s for s in range(t + 1) if s <= update - W]
+    able = [s for s in left if s >= sinks and scores[s, g] > -torch.inf]
+    kept = sorted(able, key=lambda s: (scores[s, g].item(), s), reverse=True)[:count]
+    far = [s for s in left if s >= sinks and s not in kept]
+    return window, [s for s in left if s < sinks], kept, far
+
+
+def mix(inputs, scores, count=N, sinks=None, **options):
+    partition = Partition(sinks, True, True, Kept(scores, count, C))
+    return macchiato_attention(*inputs, window=W, partition=partition, **options)
+
+
+def weights(inputs, scores, **options):
+    """p(s|t) of all sources, (T, H, T): values are the tokens themselves."""
+    *logits, _ = inputs
+    tokens = torch.eye(logits[0].shape[1], dtype=logits[0].dtype)[None, :, None].expand(
+        -1, -1, G, -1
+    )
+    return mix((*logits, tokens), scores, **options)[0][0]
+
+
+@BACKENDS
+@pytest.mark.parametrize("decay", [None, "static", "gated"])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_it_is_the_equation(backend, decay, with_sinks):
+    """One softmax over exact keys and latents; every source is in one place."""
+    inputs, scores, n = macchiato_inputs(1, T), scores_of(), SINKS * with_sinks
+    latent_q, latent_k, q, k, v = (x[0] for x in inputs)
+    sinks, sink_q = None, randn(1, T, H, 6, seed=50)
+    if with_sinks:
+        sinks = Sinks(sink_q, inputs[3][:, :n], inputs[4][:, :n], torch.ones(1, n).bool())
+    g = None if decay is None else -randn(*([H, L] if decay == "static" else [1, T, H, L])).abs()
+    total = (torch.zeros(T, H, L) if g is None else g.expand(1, T, H, L)[0]).cumsum(0)
+    found, _ = mix(inputs, scores, sinks=sinks, log_decay=g, backend=backend)
+    for t in range(T):
+        for h in range(H):
+            group = h // (H // G)
+            window, gone, kept, far = places(scores[0], t, group, n)
+            assert sorted(window + gone + kept + far) == list(range(t + 1))
+            near = [*window, *kept]
+            logits = [q[t, h] @ k[s, group] for s in near]
+            logits += [sink_q[0, t, h] @ k[s, group] for s in gone]
+            logits = [x / 6**0.5 + latent_q[t, h, 0] for x in logits]
+            values = [v[s, group] for s in [*near, *gone]]
+            for latent in range(L) if far else ():
+                logit = torch.stack(
+                    [latent_k[s, h, latent] + (total[t] - total[s + W])[h, latent] for s in far]
+                )
+                logits.append(latent_q[t, h, latent + 1])
+                values.append(logit.softmax(0) @ v[far, group])
+            y = torch.stack(logits).softmax(0) @ torch.stack(values)
+            assert_same([found[0, t, h]], [y], 1e-12)
+
+
+@BACKENDS
+@pytest.mark.parametrize("cuts", [[T], [1, 2, 9, 20, T]])
+def test_what_is_held_is_the_largest_of_all_that_have_left(backend, cuts):
+    """Wherever calls begin: the choice of two pieces is that of their union."""
+    inputs, scores, state, start = macchiato_inputs(1, T), scores_of(), None, 0
+    whole, outs = mix(inputs, scores, backend="reference")[0], []
+    for stop in cuts:
+        part = [x[:, start:stop] for x in inputs]
+        options = {"initial_state": state, "output_final_state": True, "backend": backend}
+        out, state = mix(part, scores[:, start:stop], **options)
+        outs.append(out)
+        start = stop
+    assert_same([torch.cat(outs, 1)], [whole], 1e-12)
+    held = state.kept
+    assert held.keys.shape[1] == N + W + C - 1 and held.seen.tolist() == [T]
+    for g in range(G):
+        window, _, kept, _ = places(scores[0], T - 1, g)
+        positions = held.positions[0, :, g]
+        assert positions[:N].tolist() == kept
+        assert [s for s in positions[N:].tolist() if s >= 0] == window
+        there = positions >= 0
+        assert torch.equal(held.keys[0, there, g], inputs[3][0, positions[there], g])
+        assert torch.equal(held.scores[0, there, g], scores[0, positions[there], g])
+        assert held.scores[0, ~there, g].isneginf().all()
+
+
+@BACKENDS
+def test_a_source_that_is_not_kept_moves_to_the_latents_and_nowhere_else(backend):
+    inputs, scores, s = macchiato_inputs(1, T), randn(1, T, G, seed=8).abs(), 6
+    kept = weights(inputs, scores, count=T, backend=backend)
+    lower = scores.clone()
+    lower[:, s] = -torch.inf
+    gone = weights(inputs, lower, count=T, backend=backend)
+    assert_same([kept.sum(-1), gone.sum(-1)], [torch.ones(T, H)] * 2, 1e-12)
+    left = -(-(s + W) // C) * C  # the update at which it leaves the window
+    assert_same([gone[:left]], [kept[:left]], 1e-12)
+    # The latents have read it alone, and all of its weight is theirs.
+    latent_q, q, k = inputs[0][0, left:], inputs[2][0, left:], inputs[3][0]
+    logits = torch.einsum("thk,shk->ths", q, k.repeat_interleave(H // G, 1)) / 6**0.5
+    logits = (logits + latent_q[..., :1]).masked_fill(
+        torch.arange(T) > torch.arange(left, T)[:, None, None], -torch.inf
+    )
+    logits[..., s] = latent_q[..., 1:].logsumexp(-1)
+    assert_same([gone[left:]], [logits.softmax(-1)], 1e-12)
+
+
+@BACKENDS
+@pytest.mark.parametrize("least", [-torch.inf, torch.nan])
+def test_the_lowest_score_is_never_kept(backend, least):
+    inputs, scores = macchiato_inputs(1, T), scores_of() * 0 + least
+    _, state = mix(inputs, scores, output_final_state=True, backend=backend)
+    assert (state.kept.positions[:, :N] == -1).all()
+    scores[:, 2, 0] = torch.finfo(torch.float64).min  # as low as a number can be
+    _, state = mix(inputs, scores, output_final_state=True, backend=backend)
+    assert state.kept.positions[0, :N, 0].tolist() == [2, -1, -1]
+
+
+def test_more_places_than_tokens_keep_them_all():
+    inputs = macchiato_inputs(1, T)
+    out, _ = mix(inputs, randn(1, T, G, seed=3), count=10 * T)
+    full, _ = sliding_window_attention(*inputs[2:], window=None)
+    assert_same([out], [full], 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_none_kept_is_todays_op_to_the_bit(dtype):
+    inputs = [x.to(dtype) for x in macchiato_inputs(1, T)]
+    plain = {"window": W, "partition": Partition(None, True, True), "output_final_state": True}
+    out, state = macchiato_attention(*inputs, **plain)
+    found, after = mix(inputs, scores_of().to(dtype), count=0, output_final_state=True)
+    assert torch.equal(out, found) and after.kept is None
+    assert all(torch.equal(a, b) for a, b in zip(state.window, after.window, strict=True))
+
+
+def test_a_window_forgets_what_is_not_kept():
+    inputs, scores = macchiato_inputs(1, T)[2:], scores_of()
+    partition = Partition(kept=Kept(scores, N, C))
+    out, state = sliding_window_attention(
+        *inputs, window=W, partition=partition, output_final_state=True
+    )
+    assert isinstance(state, KeptState) and state.latent_keys is None
+    q, k, v = (x[0] for x in inputs)
+    for t in range(T):
+        for h in range(H):
+            window, _, kept, _ = places(scores[0], t, h // 2)
+            near = [*window, *kept]
+            y = (k[near, h // 2] @ q[t, h] / 6**0.5).softmax(0) @ v[near, h // 2]
+            assert_same([out[0, t, h]], [y], 1e-12)
+
+
+def test_heads_choose_by_their_group():
+    """With the groups of key heads in another order, everything is in that order."""
+    inputs, scores = macchiato_inputs(1, T), scores_of()
+    heads, order = [2, 3, 0, 1], [1, 0]
+    moved = [x[:, :, heads if x.shape[2] == H else order] for x in inputs]
+    out, state = mix(inputs, scores, output_final_state=True)
+    other, after = mix(moved, scores[..., order], output_final_state=True)
+    assert_same([other], [out[:, :, heads]], 1e-12)
+    assert torch.equal(after.kept.positions, state.kept.positions[..., order])
+
+
+def test_the_op_keeps_the_contract_of_a_custom_op():
+    q, k, v = (x.requires_grad_() for x in macchiato_inputs(1, 16)[2:])
+    plan = Plan.of(Kept(scores_of(1, 16), N, C), W, Sequences(None, None), None, None)
+    lead = (0, 0, 0, 0, plan.layout.front, 0)
+    k, v = (torch.nn.functional.pad(x, lead).detach().requires_grad_() for x in (k, v))
+    given = dict.fromkeys(KeptCall._fields)
+    given |= {x: getattr(plan, x) for x in ("real", "kept", "kept_there", "late", "late_there")}
+    given |= {"q": q, "k": k, "v": v, "begun": plan.begun, "window": W, "block": C}
+    given |= {"scale": 0.4, "softcap": 0.0}
+    kinds = ["test_schema", "test_faketensor", "test_autograd_registration"]
+    checks = torch.library.opcheck(kept_op, tuple(given.values()), test_utils=kinds)
+    assert set(checks.values()) == {"SUCCESS"}
+
+
+def test_what_does_not_fit_is_one_clear_line():
+    inputs, scores = macchiato_inputs(1, 9), scores_of(1, 9)
+    kept = Kept(scores, N, C)
+    options = {"window": W, "output_final_state": True}
+    both = Partition(None, True, True)
+    _, state = macchiato_attention(*inputs, partition=both._replace(kept=kept), **options)
+    _, plain = macchiato_attention(*inputs, partition=both, **options)
+    packed = torch.tensor([0, 9], dtype=torch.int32)
+    cases = [
+        ("kept must be a Kept, got tuple", (scores, N, C), {}),
+        ("kept.scores must have shape (B=1, T=9, G=2)", kept._replace(scores=scores[:, 1:]), {}),
+        ("kept.scores must be floating point", kept._replace(scores=scores.isinf()), {}),
+        ("kept.count must be a number from 0 on, got -1", kept._replace(count=-1), {}),
+        ("kept.block must be a number from 1 on, got 0", kept._replace(block=0), {}),
+        (
+            "kept takes cu_seqlens or initial_state",
+            kept,
+            {"cu_seqlens": packed, "initial_state": state},
+        ),
+        (
+            "initial_state.keys must have shape",
+            kept._replace(count=N + 1),
+            {"initial_state": state},
+        ),
+        ("initial_state must have latent and kept", kept, {"initial_state": plain}),
+        ("initial_state has kept tokens", None, {"initial_state": state}),
+        ("initial_state must be a MacchiatoState", kept, {"initial_state": tuple(plain)}),
+        ("with kept tokens: backend 'cpu' is not available", kept, {"backend": "cpu"}),
+        ("with kept tokens: backend 'triton' is not available", kept, {"backend": "triton"}),
+    ]
+    for message, chosen, more in cases:
+        with pytest.raises(ValueError) as error:
+            macchiato_attention(*inputs, window=W, partition=both._replace(kept=chosen), **more)
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="kept needs delay=True and joint=True"):
+        macchiato_attention(*inputs, window=W, partition=Partition(kept=kept))
+    with pytest.raises(ValueError, match="kept needs a window"):
+        sliding_window_attention(*inputs[2:], window=None, partition=Partition(kept=kept))
+    with pytest.raises(ValueError, match="kept needs causal=True"):
+        sliding_window_attention(
+            *inputs[2:], window=W, partition=Partition(kept=kept), causal=False
+        )
+    with pytest.raises(ValueError, match="must be a KeptState"):
+        sliding_window_attention(
+            *inputs[2:], window=W, partition=Partition(kept=kept), initial_state=plain.window
+        )
