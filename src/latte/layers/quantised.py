@@ -20,7 +20,7 @@ Shape suffixes: M rows of the input, N outputs, K inputs, G groups of 32 inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from latte.layers.latent_input import LatentLogits
+from latte.layers.native import MAPS
 from latte.ops.widened import emulates
 
 FORMATS = ("int4", "int8")
@@ -384,6 +385,24 @@ class QuantisedLinear(Quantised, nn.Linear):
         if self.bias is not None:
             made.bias = nn.Parameter(self.bias.detach().to(dtype))
         return made
+
+
+def _direct(module: QuantisedLinear) -> Callable[[Tensor], Tensor]:
+    """The output of a map for few rows (M, K), in one call of a kernel if that serves."""
+    weight, scales, most = module.weight, module.scales, MOST_ROWS[module.kind]
+    if scales.dtype != torch.bfloat16 or module.bias is not None:
+        return module
+    if not module.matrix.has_kernel(scales):
+        return module
+    four, eight = torch.ops.aten._weight_int4pack_mm_for_cpu, torch.ops.aten._weight_int8pack_mm
+    if module.kind == "int8":
+        kernel = eight.default
+        return lambda x: kernel(x, weight, scales) if len(x) <= most else module(x)
+    kernel = four.default
+    return lambda x: kernel(x, weight, GROUP, scales) if len(x) <= most else module(x)
+
+
+MAPS[QuantisedLinear] = _direct
 
 
 class QuantisedEmbedding(Quantised, nn.Embedding):
