@@ -140,17 +140,17 @@ def compare(options: Namespace) -> int:
 def convert(options: Namespace) -> int:
     """latte convert BASE OUT [--recipe RECIPE] [key=value ...]"""
     flags = {each.name: flag(each) for each in options_of(ConversionOptions)}
-    flags |= {"seed": "--seed", "dtype": "--dtype"}
+    flags |= {"seed": "--seed", "dtype": "--dtype", "weights": "--weights"}
     given = {k: value for k, value in picked(options, *flags).items() if value is not None}
     if options.trained is not None:
         if options.recipe is not None:
             raise LatteError("--trained and --recipe: expected one of them; a recipe trains anew")
-        free = ("window", "keep_layers", "kept_window", "dtype")
+        free = ("window", "keep_layers", "kept_window", "dtype", "weights")
         others = [name for name in given if name not in free]
         if others:
             raise LatteError(
                 "with --trained the model's shape is the file's: expected only --window,"
-                f" --keep-layers, --kept-window and --dtype, got {flags[others[0]]}"
+                f" --keep-layers, --kept-window, --dtype and --weights, got {flags[others[0]]}"
             )
     if options.recipe is not None:
         if given:

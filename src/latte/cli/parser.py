@@ -407,6 +407,11 @@ def _convert(command: Any) -> None:
         add(flag(each), dest=each.name, help=text, **kind)
     add("--seed", type=int, help="seed of the new weights (0)")
     add("--dtype", help="dtype of the base's weights, as bfloat16 (the checkpoint's)")
+    add(
+        "--weights",
+        help="bits of the base's weights: file (those of a GGUF file), int4, int8 or bfloat16"
+        " (--dtype); BASE may be a converted model, too",
+    )
     add("--quiet", action="store_true", help="print no progress bar and no lines")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,16 @@ def _counted(config: Any) -> int | None:
         return count_parameters(config)
     except Exception:  # not on the meta device; building the model reports an error
         return None
+
+
+def number_of_weights(model: torch.nn.Module) -> int:
+    """Count a model's parameters, tied ones once; of quantised maps their integers."""
+    from latte.layers.quantised import Quantised
+
+    modules = [x for x in model.modules() if isinstance(x, Quantised)]
+    scales = {id(x.scales) for x in modules}
+    sizes = {id(x.weight): math.prod(x.matrix.shape) for x in modules}
+    return sum(sizes.get(id(x), x.numel()) for x in model.parameters() if id(x) not in scales)
 
 
 def nearest_size(count: Callable[[int], int], target: int, step: int = 1) -> int:
