@@ -80,7 +80,9 @@ def convert(
     if weights is not None and is_latte(read_config(base)):
         if options or calibration is not None:
             given = next(iter(options), "calibration")
-            raise LatteError(f"base {base} is converted: expected weights and dtype alone, got {given}")
+            raise LatteError(
+                f"base {base} is converted: expected weights and dtype alone, got {given}"
+            )
         return _other_weights(base, target, weights, dtype)
     config = converted_config(base, chosen.fields())
     tokenizer = None if target is None else load_tokenizer(base)

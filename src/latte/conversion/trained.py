@@ -66,6 +66,11 @@ def save_latents(
         LatteError: The model is not a converted one, its weights differ from the base's by more
             than updates of that rank, or the path exists or cannot be written.
     """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise LatteError(
+            "the model's weights are quantised: expected the one that it was made from, in plain"
+            " weights"
+        )
     fields = model.config.to_dict()
     tensors = {
         name: x.to("cpu", dtype).contiguous()

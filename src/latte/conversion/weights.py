@@ -2,8 +2,8 @@
 
 ``file`` keeps the file's bits where the kernels have such a format. Blocks of Q4_0, Q4_1 and Q4_K
 become ``int4`` one to one: the integers are the file's, scale and zero are rounded to bf16. All
-other quantised matrices (Q8_0, Q6_K, Q5, Q3, ...), embeddings, and what ``int4`` does not fit become
-``int8`` with a scale for each row, from the dequantised weights. Plain matrices stay.
+other quantised matrices (Q8_0, Q6_K, Q5, Q3, ...), embeddings, and what ``int4`` does not fit
+become ``int8`` with a scale for each row, from the dequantised weights. Plain matrices stay.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def weights_dtype(weights: str | None, base: str | Path, dtype: Any) -> Any:
     return dtype
 
 
-def in_bits(
-    model: Any, weights: str | None, base: str | Path, changed: Container[str] = ()
-) -> Any:
+def in_bits(model: Any, weights: str | None, base: str | Path, changed: Container[str] = ()) -> Any:
     """Put the weights of a model in plain weights into integers, in place; returns the model.
 
     Args:
@@ -101,4 +99,3 @@ def _format(module: Any, kind: str) -> str:
     if kind in PLAIN:
         return NONE
     return format_for(module, "int4" if kind in FOUR_BITS else "int8")
-

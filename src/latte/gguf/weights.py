@@ -132,7 +132,9 @@ def _weight(file: GgufFile, config: Any, name: str, shape: tuple[int, ...]) -> T
     if name not in file.tensors:
         return torch.zeros(shape)
     of = GGMLQuantizationType(file.tensors[name][0])
-    weight = torch.from_numpy(np.array(quants.dequantize(_bytes(file, name, shape), of), np.float32))
+    weight = torch.from_numpy(
+        np.array(quants.dequantize(_bytes(file, name, shape), of), np.float32)
+    )
     weight = _rows(file, config, name, weight)
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         weight = weight - 1

@@ -196,9 +196,11 @@ class _Matrix(NamedTuple):
         scale_GN, zero_GN = self.scales[:, first:last].to(wide).unbind(-1)
         q_KN = _integers(self.weight, self.block, first, last, wide)
         q_GJN = q_KN.unflatten(0, (-1, GROUP))
-        return torch.addcmul((zero_GN - 8 * scale_GN)[:, None], q_GJN, scale_GN[:, None]).flatten(
-            0, 1
-        ).to(dtype)
+        return (
+            torch.addcmul((zero_GN - 8 * scale_GN)[:, None], q_GJN, scale_GN[:, None])
+            .flatten(0, 1)
+            .to(dtype)
+        )
 
     def has_kernel(self, x: Tensor) -> bool:
         """Whether PyTorch's kernels multiply these integers with few rows like x."""
@@ -397,9 +399,9 @@ def _direct(module: QuantisedLinear) -> Callable[[Tensor], Tensor]:
     four, eight = torch.ops.aten._weight_int4pack_mm_for_cpu, torch.ops.aten._weight_int8pack_mm
     if module.kind == "int8":
         kernel = eight.default
-        return lambda x: kernel(x, weight, scales) if len(x) <= most else module(x)
+        return lambda x: kernel(x.contiguous(), weight, scales) if len(x) <= most else module(x)
     kernel = four.default
-    return lambda x: kernel(x, weight, GROUP, scales) if len(x) <= most else module(x)
+    return lambda x: kernel(x.contiguous(), weight, GROUP, scales) if len(x) <= most else module(x)
 
 
 MAPS[QuantisedLinear] = _direct
@@ -417,7 +419,12 @@ class QuantisedEmbedding(Quantised, nn.Embedding):
         nn.Module.__init__(self)
         self.replaces, self.padding_idx = type(like), like.padding_idx
         self.embed_scale = getattr(like, "scalar_embed_scale", None)
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = (
+            None,
+            2.0,
+            False,
+            False,
+        )
         self._hold(integers)
         self.num_embeddings, self.embedding_dim = self.matrix.shape
 
@@ -430,9 +437,7 @@ class QuantisedEmbedding(Quantised, nn.Embedding):
         """The embedding that this one replaces, with the dequantised weights."""
         given: Any = {} if self.embed_scale is None else {"embed_scale": self.embed_scale}
         with torch.device("meta"):
-            made = self.replaces(
-                self.num_embeddings, self.embedding_dim, self.padding_idx, **given
-            )
+            made = self.replaces(self.num_embeddings, self.embedding_dim, self.padding_idx, **given)
         made.weight = nn.Parameter(self.dequantised(dtype))
         if self.embed_scale is not None:
             made.embed_scale = torch.tensor(self.embed_scale, device=self.weight.device)

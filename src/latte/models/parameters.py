@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -54,6 +54,18 @@ def number_of_weights(model: torch.nn.Module) -> int:
     scales = {id(x.scales) for x in modules}
     sizes = {id(x.weight): math.prod(x.matrix.shape) for x in modules}
     return sum(sizes.get(id(x), x.numel()) for x in model.parameters() if id(x) not in scales)
+
+
+def identifying_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors by which a model's weights are known again, in an order of their own.
+
+    They are its parameters. Of quantised maps they are the scales alone, which other weights and
+    other bits change: the order of the integers depends on the processor.
+    """
+    from latte.layers.quantised import Quantised
+
+    integers = {id(x.weight) for x in model.modules() if isinstance(x, Quantised)}
+    return (x for x in model.parameters() if id(x) not in integers)
 
 
 def nearest_size(count: Callable[[int], int], target: int, step: int = 1) -> int:

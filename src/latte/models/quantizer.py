@@ -149,7 +149,8 @@ def quantise_model(
     """
 
     def integers(name: str, module: Any, kind: str) -> Integers:
-        return found(name) or quantise(module.weight, kind)
+        weight, scales = found(name) or quantise(module.weight, kind)
+        return Integers(weight, scales.to(module.weight.dtype))
 
     _replace(model, {n: k for n, k in formats.items() if k != NONE}, integers)
     config = LatteQuantizationConfig.of(formats)
