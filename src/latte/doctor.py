@@ -205,7 +205,7 @@ def _quantised() -> Section:
     _native_modules()
     import torch
 
-    from latte.layers.quantised import BLOCKS, instructions
+    from latte.ops.quantised import BLOCKS, instructions
 
     capability = torch.backends.cpu.get_cpu_capability()
     slow = f"PyTorch has fast kernels for {' and '.join(BLOCKS)}, this CPU has {capability}"

@@ -136,9 +136,7 @@ def test_plain_weights_are_todays(file, tmp_path):
         assert torch.equal(x, plain[name]) and x.dtype == plain[name].dtype
     base = small_base("llama", num_hidden_layers=2).float()
     exact = write_gguf(tmp_path / "exact.gguf", base)
-    with pytest.raises(
-        LatteError, match="has no quantised weights; expected one of bf"
-    ):
+    with pytest.raises(LatteError, match="has no quantised weights; expected one of bf"):
         convert(exact, weights="file")
 
 

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from latte.layers import quantised
 from latte.layers.native import direct
-from latte.layers.quantised import Quantised, QuantisedEmbedding, QuantisedLinear, quantise
+from latte.layers.quantised import Quantised, QuantisedEmbedding, QuantisedLinear
+from latte.ops.quantised import GROUP, quantise
 
 SHAPES = [(16, 32), (64, 32), (80, 64), (144, 96), (192, 64)]  # outputs, inputs
 KINDS = ("int4", "int8")
@@ -27,7 +28,7 @@ def made(outputs, inputs, kind="int4", order="kernel", dtype=torch.bfloat16, bia
     else:
         q = torch.stack([integers.weight & 15, integers.weight >> 4], -1).flatten(1).float() - 8
         scale, zero = integers.scales.float().transpose(0, 1).unbind(-1)
-        scale, zero = (x.repeat_interleave(quantised.GROUP, 1) for x in (scale, zero))
+        scale, zero = (x.repeat_interleave(GROUP, 1) for x in (scale, zero))
         weight = q * scale + zero
     module = QuantisedLinear(integers, plain).to(dtype)
     if order == "kernel":

@@ -17,13 +17,14 @@ import torch
 from latte.conversion.modeling import NEW_WEIGHTS
 from latte.errors import LatteError
 from latte.gguf import FOUR_BITS, PLAIN, gguf_at, gguf_config, gguf_matrices, open_gguf
-from latte.layers.quantised import FORMATS, Integers, four_bits, quantisable, quantise
+from latte.layers.quantised import quantisable
 from latte.models.quantizer import (
     NONE,
     LatteQuantizationConfig,
     format_for,
     quantise_model,
 )
+from latte.ops.quantised import FORMATS, Integers, four_bits, quantise
 
 FILE, BFLOAT16 = "file", "bfloat16"
 WEIGHTS = (FILE, BFLOAT16, *FORMATS)

@@ -25,17 +25,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from latte.errors import LatteError
 from latte.layers.quantised import (
-    FORMATS,
-    GROUP,
-    Integers,
     Quantised,
     QuantisedEmbedding,
     QuantisedLinear,
-    fits,
-    instructions,
     quantisable,
-    quantise,
 )
+from latte.ops.quantised import FORMATS, GROUP, Integers, fits, instructions, quantise
 
 METHOD = "latte"
 NONE = "none"  # weights that are no integers
