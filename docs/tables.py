@@ -122,7 +122,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--top-p": "sample among the most likely tokens that have this probability together",
         "--seed": "seed: the same seed gives the same text",
         "--compile": "compile one step of decoding first; useful for long texts",
-        "--dtype": "precision of the weights, such as `float32`; those in 4 and 8 bits are dequantised;"
+        "--dtype": "precision of the weights, such as `float32`; integers are dequantised;"
         " as saved",
     },
     "chat": {
@@ -133,11 +133,11 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--top-k": "sample among the k most likely tokens",
         "--top-p": "sample among the most likely tokens that have this probability together",
         "--seed": "seed: the same seed gives the same answers",
-        "--dtype": "precision of the weights, such as `float32`; those in 4 and 8 bits are dequantised;"
+        "--dtype": "precision of the weights, such as `float32`; integers are dequantised;"
         " as saved",
     },
     "serve": {
-        "--dtype": "precision of the weights, such as `float32`; those in 4 and 8 bits are dequantised;"
+        "--dtype": "precision of the weights, such as `float32`; integers are dequantised;"
         " as saved",
         "checkpoint": "checkpoint, as above; requests name it as it is written here",
         "--max-batch": "largest number of requests that share a step",

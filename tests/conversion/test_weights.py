@@ -145,9 +145,13 @@ def test_dequantised_by_a_dtype_and_back_to_plain_weights(folder, tmp_path):
     for dtype in ("bfloat16", "float32"):
         plain, _ = load_checkpoint(folder, "cpu", dtype=dtype)
         assert plain.dtype == getattr(torch, dtype) and not plain.is_quantized
+        latents = {x.dtype for name, x in plain.named_parameters() if ".latents." in name}
+        assert latents == {torch.float32}
         assert not any(isinstance(m, Quantised) for m in plain.modules())
         assert plain.lm_head.weight is plain.model.embed_tokens.weight
         assert close(model, plain, 0.03)
+    wide = copy.deepcopy(model).dequantize(torch.float32)
+    assert {x.dtype for x in wide.parameters()} == {torch.float32}
     assert main(["convert", str(folder), str(tmp_path / "plain"), "--weights", "bfloat16"]) == 0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert not hasattr(again.config, "quantization_config")

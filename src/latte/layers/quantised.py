@@ -50,6 +50,11 @@ class Quantised(nn.Module):
     weight: nn.Parameter
     scales: nn.Parameter
     block: int = 0
+    replaces: Any  # the class of the module in whose place this one is
+
+    def original(self, dtype: torch.dtype) -> nn.Module:
+        """The module that this one replaces, with the dequantised weights."""
+        raise NotImplementedError
 
     def _hold(self, integers: Integers) -> None:
         self.weight = nn.Parameter(integers.weight, requires_grad=False)
@@ -104,7 +109,7 @@ class Quantised(nn.Module):
         return f"{super().extra_repr()}, {self.kind}"
 
 
-class QuantisedLinear(Quantised, nn.Linear):
+class QuantisedLinear(Quantised, nn.Linear):  # type: ignore[misc]
     """``y = x W^T + b`` with W in integers, for x (..., K); outputs have the dtype of x.
 
     Args:
@@ -134,7 +139,7 @@ class QuantisedLinear(Quantised, nn.Linear):
     def original(self, dtype: torch.dtype) -> nn.Linear:
         """The map that this one replaces, with the dequantised weights."""
         sizes: Any = self.in_features, self.out_features
-        made = self.replaces(*sizes, bias=self.bias is not None, device="meta")
+        made: Any = self.replaces(*sizes, bias=self.bias is not None, device="meta")
         made.weight = nn.Parameter(self.dequantised(dtype))
         if self.bias is not None:
             made.bias = nn.Parameter(self.bias.detach().to(dtype))
@@ -159,7 +164,7 @@ def _direct(module: QuantisedLinear) -> Callable[[Tensor], Tensor]:
 MAPS[QuantisedLinear] = _direct
 
 
-class QuantisedEmbedding(Quantised, nn.Embedding):
+class QuantisedEmbedding(Quantised, nn.Embedding):  # type: ignore[misc]
     """Rows of a matrix in 8 bits, for ids (...): (..., K) in the dtype of the scales.
 
     Args:

@@ -120,14 +120,19 @@ class LatteQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        kind: Any = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        before = model.dtype
         for name, module in list(model.named_modules()):
             if isinstance(module, Quantised):
                 _put(model, name, module.original(kind))
         for name in [name for name in model.all_tied_weights_keys if name.endswith(".scales")]:
             del model.all_tied_weights_keys[name]
         model.tie_weights()
-        return model.to(kind) if model.dtype != kind else model
+        kept = model._keep_in_fp32_modules_strict or ()
+        for name, x in model.named_parameters():
+            if x.dtype == before and not any(f".{part}." in name for part in kept):
+                x.data = x.data.to(kind)
+        return model
 
 
 def quantise_model(
@@ -168,7 +173,8 @@ def _empty(_: str, module: Any, kind: str) -> Integers:
 
 def _replace(model: Any, formats: Mapping[str, str], integers: Callable[..., Integers]) -> None:
     """Put quantised modules in the place of others. Tied weights stay so."""
-    modules, made = quantisable(model), {}
+    modules = quantisable(model)
+    made: dict[int, Any] = {}
     for name, kind in formats.items():
         if name not in modules:
             raise LatteError(f"quantization_config: {name} is no map or embedding of this model")

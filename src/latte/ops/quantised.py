@@ -81,7 +81,7 @@ def quantise(weight: Tensor, kind: str) -> Integers:
         zero = _rounded(middle + scale / 2)  # the integers are -8 to 7
         q = ((w_NGJ - zero) / _not_zero(scale)).round_().clamp_(-8, 7)
         error = (q * scale + zero - w_NGJ).square_().sum(-1, keepdim=True)
-        found = error, scale, zero, q
+        found: tuple[Tensor, ...] = error, scale, zero, q
         if best:
             better = error < best[0]
             found = tuple(torch.where(better, x, y) for x, y in zip(found, best, strict=True))
