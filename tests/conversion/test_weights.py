@@ -193,6 +193,22 @@ def test_an_own_model_in_8_bits(tmp_path):
     assert out.shape == (1, 20)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weights": "int3"}, "weights: expected one of int4, int8, got 'int3'"),
+        ({"others": {"lm_head": "int2"}}, "expected one of int4, int8, none for lm_head"),
+        ({"others": {"head": "int8"}}, "head is no map or embedding of this model"),
+        ({"others": {"lm_head": "int4"}}, "of shape .* cannot be int4; expected int8"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_one_line(fields, message, file, tmp_path):
+    convert(file, tmp_path / "plain")
+    with pytest.raises(LatteError, match=message):
+        config = LatteQuantizationConfig(**fields)
+        AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config)
+
+
 def test_latents_are_trained_over_frozen_integers(folder):
     model = AutoModelForCausalLM.from_pretrained(folder).train()
     for name, parameter in model.named_parameters():

@@ -75,6 +75,10 @@ class LatteQuantizationConfig(QuantizationConfigMixin):
         """The format of each of the model's modules that have one, by name."""
         modules = quantisable(model)
         if self.others is not None:
+            if unknown := sorted(self.others.keys() - modules.keys()):
+                raise LatteError(
+                    f"quantization_config: {unknown[0]} is no map or embedding of this model"
+                )
             return {name: self.others.get(name, self.weights) for name in modules}
         ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
         return {
@@ -176,13 +180,11 @@ def _replace(model: Any, formats: Mapping[str, str], integers: Callable[..., Int
     modules = quantisable(model)
     made: dict[int, Any] = {}
     for name, kind in formats.items():
-        if name not in modules:
-            raise LatteError(f"quantization_config: {name} is no map or embedding of this model")
         module = modules[name]
-        if not fits(kind, *module.weight.shape):
+        if format_for(module, kind) != kind:
             raise LatteError(
                 f"quantization_config: {name} of shape {tuple(module.weight.shape)} cannot be"
-                f" {kind}; expected multiples of 16 and {GROUP}"
+                f" {kind}; expected int8, or a linear map with multiples of 16 and {GROUP}"
             )
         own: Any = QuantisedLinear if isinstance(module, nn.Linear) else QuantisedEmbedding
         key = id(module.weight)
