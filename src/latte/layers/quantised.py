@@ -156,9 +156,11 @@ def _direct(module: QuantisedLinear) -> Callable[[Tensor], Tensor]:
     four, eight = torch.ops.aten._weight_int4pack_mm_for_cpu, torch.ops.aten._weight_int8pack_mm
     if module.kind == "int8":
         kernel = eight.default
-        return lambda x: kernel(x.contiguous(), weight, scales) if len(x) <= most else module(x)
+        return lambda x: kernel(x.contiguous(), weight, scales) if x.size(0) <= most else module(x)
     kernel = four.default
-    return lambda x: kernel(x.contiguous(), weight, GROUP, scales) if len(x) <= most else module(x)
+    return lambda x: (
+        kernel(x.contiguous(), weight, GROUP, scales) if x.size(0) <= most else module(x)
+    )
 
 
 MAPS[QuantisedLinear] = _direct
