@@ -153,14 +153,12 @@ def _direct(module: QuantisedLinear) -> Callable[[Tensor], Tensor]:
         return module
     if not module.matrix.has_kernel(scales):
         return module
-    four, eight = torch.ops.aten._weight_int4pack_mm_for_cpu, torch.ops.aten._weight_int8pack_mm
+    ops: Any = torch.ops.aten
     if module.kind == "int8":
-        kernel = eight.default
-        return lambda x: kernel(x.contiguous(), weight, scales) if x.size(0) <= most else module(x)
-    kernel = four.default
-    return lambda x: (
-        kernel(x.contiguous(), weight, GROUP, scales) if x.size(0) <= most else module(x)
-    )
+        eight = ops._weight_int8pack_mm.default
+        return lambda x: eight(x.contiguous(), weight, scales) if x.size(0) <= most else module(x)
+    four, of = ops._weight_int4pack_mm_for_cpu.default, GROUP
+    return lambda x: four(x.contiguous(), weight, of, scales) if x.size(0) <= most else module(x)
 
 
 MAPS[QuantisedLinear] = _direct
