@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from latte import LatteCache, conversion
 from latte.cli import main
 from latte.errors import LatteError
-from latte.evaluate.checkpoint import load_checkpoint
+from latte.lab.evaluate.checkpoint import load_checkpoint
 from latte.layers.quantised import Quantised, QuantisedLinear
 from latte.models import load_state, save_state
 from latte.models.quantizer import LatteQuantizationConfig

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from latte.conversion.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.errors import LatteError, check_seed, one_line, why_not_written
-from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
-from latte.hub import (
+from latte.layers.latent_fields import INITIAL, LATENTS_PER_HEAD, ConversionOptions, name_options
+from latte.models.atomic_files import check_writable, staged_beside
+from latte.models.hub import (
     check_files,
     check_no_code,
     config_errors,
@@ -21,9 +23,7 @@ from latte.hub import (
     reason,
     unreachable,
 )
-from latte.latent_fields import INITIAL, LATENTS_PER_HEAD, ConversionOptions, name_options
 from latte.models.parameters import number_of_parameters, number_of_weights
-from latte.results import check_writable, staged_beside
 
 MULTIMODAL = ("gemma3",)
 WEIGHTS = ("*.safetensors", "*.bin", "config.json")
@@ -61,7 +61,7 @@ def convert(
             ``file`` keeps those of a GGUF file, ``int4`` and ``int8`` round, ``bfloat16`` and None
             are plain weights (:mod:`latte.conversion.weights`). A model of Latte's own, or one that
             is converted already, gets these weights and stays as it is otherwise.
-        **options: Options of :class:`latte.latent_fields.ConversionOptions`:
+        **options: Options of :class:`latte.layers.latent_fields.ConversionOptions`:
 
     Returns:
         The converted model, in evaluation mode.

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from latte.conversion.gguf import FOUR_BITS, PLAIN, gguf_at, gguf_config, gguf_matrices, open_gguf
 from latte.conversion.modeling import NEW_WEIGHTS
 from latte.errors import LatteError
-from latte.gguf import FOUR_BITS, PLAIN, gguf_at, gguf_config, gguf_matrices, open_gguf
 from latte.layers.quantised import quantisable
 from latte.models.quantizer import (
     NONE,
