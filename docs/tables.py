@@ -107,6 +107,8 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         },
         "--seed": "seed of the new weights; 0",
         "--dtype": "precision of the base's weights, such as `bfloat16`; the checkpoint's",
+        "--weights": "bits of the base's weights: `file` (those of a GGUF file), `int4`, `int8` or"
+        " `bfloat16`; BASE may be a converted model, too; as `--dtype` says",
     },
     "generate": {
         "--file": "document to read before the prompt, not printed. A file with several documents"
@@ -120,6 +122,8 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--top-p": "sample among the most likely tokens that have this probability together",
         "--seed": "seed: the same seed gives the same text",
         "--compile": "compile one step of decoding first; useful for long texts",
+        "--dtype": "precision of the weights, such as `float32`; integers are dequantised;"
+        " as saved",
     },
     "chat": {
         "checkpoint": "checkpoint, as above, whose tokenizer has a chat template",
@@ -129,8 +133,12 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--top-k": "sample among the k most likely tokens",
         "--top-p": "sample among the most likely tokens that have this probability together",
         "--seed": "seed: the same seed gives the same answers",
+        "--dtype": "precision of the weights, such as `float32`; integers are dequantised;"
+        " as saved",
     },
     "serve": {
+        "--dtype": "precision of the weights, such as `float32`; integers are dequantised;"
+        " as saved",
         "checkpoint": "checkpoint, as above; requests name it as it is written here",
         "--max-batch": "largest number of requests that share a step",
         "--prefill-piece": "largest number of tokens of a prompt that are read between two steps;"

@@ -26,6 +26,12 @@ Processes follow one another. Run nothing else meanwhile: it would be measured t
     python -m experiments.benchmarks.generation --llama-cpp llama.cpp=FILE.gguf \
         --checkpoint converted=CONVERTED
     python -m experiments.benchmarks.generation --quick
+
+A GGUF file in its own bits beside llama.cpp on the same file, one thread:
+
+    latte convert FILE.gguf OUT --weights file
+    OMP_NUM_THREADS=1 python -m experiments.benchmarks.generation --llama-cpp llama.cpp=FILE.gguf \\
+        --checkpoint bits=OUT --contexts 256,1024,4096,8192,16384,32768
 """
 
 from __future__ import annotations
@@ -59,6 +65,7 @@ from latte.errors import LatteError
 from latte.lab import machine
 from latte.lab.evaluate.sides import Side, keeps_all_tokens, named_path, side
 from latte.lab.evaluate.tables import table
+from latte.models.parameters import number_of_weights
 
 CONTEXTS = tuple(1024 * 2**i for i in range(7))
 QUICK_CONTEXTS = (48, 96)
@@ -68,9 +75,11 @@ Fill = Callable[[Any, Any, int, int], Any]
 CAPTIONS = {
     "median_ms": "Time of a token (ms, median):",
     "weights_ms": "Time to read the weights once (ms, median):",
+    "weights_bytes": "Weights (bytes):",
     "prefill_s": "Prefill of the whole context (s):",
     "cache_bytes": "Cache (bytes):",
     "peak_net_mb": "Peak memory beyond the model's (MB):",
+    "peak_process_mb": "Peak memory in all, of a process of its own (MB):",
 }
 
 
@@ -118,12 +127,23 @@ class Generator:
         wait(self.model)
 
 
+def number_of_parameters(model: Any) -> int:
+    """Number of a model's parameters, whatever bits they have."""
+    return number_of_weights(model) if hasattr(model, "parameters") else model.num_parameters()
+
+
+def bytes_of(model: Any) -> int | str:
+    """Bytes of a model's weights, tied ones once; "" of llama.cpp, which has those of its file."""
+    tensors = model.parameters() if hasattr(model, "parameters") else ()
+    return sum(x.nbytes for x in tensors) or ""
+
+
 class Reader:
     """Each call reads as many bytes as a model's weights have."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        count = sum(x.nbytes for x in model.parameters()) // 4
+        count = int(bytes_of(model)) // 4
         self.numbers = torch.ones(count, device=model.device)
 
     def __call__(self) -> None:
@@ -226,7 +246,8 @@ def time_all(
                 sides[name, Reader] = Reader(model)
         times = machine.interleave(sides, budget)
         for name, model in models.items():
-            row: Row = {"parameters": model.num_parameters()}
+            row: Row = {"parameters": number_of_parameters(model)}
+            row["weights_bytes"] = bytes_of(model)
             row |= {"cache_bytes": sizes[name], "prefill_s": round(prefill[name], 3)}
             reading = times.get((name, Reader))
             row["weights_ms"] = "" if reading is None else reading.row()["median_ms"]

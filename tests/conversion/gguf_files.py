@@ -69,6 +69,7 @@ def write_gguf(
     tokenizer=TOKENIZER,
     template=TEMPLATE,
     keys=None,
+    quantised=None,
     **more,
 ):
     """Write a model to a file.
@@ -78,6 +79,7 @@ def write_gguf(
         extra: tensors besides, by name; None leaves one out.
         tokenizer: metadata of it, by the writer's names; None leaves it out.
         keys: metadata besides, by whole keys.
+        quantised: bytes of the matrices by their shape and type, instead of their rounded weights.
         more: calls of the writer: `add_file_type=3`; several arguments as a tuple; None leaves a
             call out.
     """
@@ -132,7 +134,7 @@ def write_gguf(
         stem, _, suffix = name.rpartition(".")
         own = f"{names.get_name(stem)}.{suffix}"
         if own not in (extra or {}):
-            add(writer, own, x, kind if x.ndim > 1 else "F32")
+            add(writer, own, x, kind if x.ndim > 1 else "F32", quantised)
     for name, x in (extra or {}).items():
         if x is not None:
             add(writer, name, np.asarray(x, np.float32), "F32")
@@ -143,11 +145,13 @@ def write_gguf(
     return path
 
 
-def add(writer, name, x, kind):
+def add(writer, name, x, kind, quantised=None):
     from gguf import GGMLQuantizationType, quants
 
     of = GGMLQuantizationType[kind]
-    writer.add_tensor(name, quants.quantize(x, of), raw_dtype=None if kind == "F32" else of)
+    own = quantised is not None and kind != "F32"
+    data = quantised(x.shape, of) if own else quants.quantize(x, of)
+    writer.add_tensor(name, data, raw_dtype=None if kind == "F32" else of)
 
 
 def _interleaved(x, heads):

@@ -218,7 +218,7 @@ def test_the_command(folder, tmp_path, capsys):
     given = ["convert", str(folder), str(out), "--trained", str(file)]
     assert main([*given, "--latents", "7"]) == 2
     assert (
-        "expected only --window, --keep-layers, --kept-window and --dtype, got --latents"
+        "expected only --window, --keep-layers, --kept-window, --dtype and --weights, got --latents"
         in capsys.readouterr().err
     )
     assert main([*given, "--recipe", "x.yaml"]) == 2

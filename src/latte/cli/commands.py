@@ -60,7 +60,8 @@ def generate(options: Namespace) -> int:
     if options.save_state is not None:
         check_new_file(options.save_state, "state", force=options.force)
     document = "" if options.file is None else first_document(options.file)
-    model, tokenizer = load_checkpoint(options.checkpoint, options.device)
+    where = picked(options, "device", "dtype")
+    model, tokenizer = load_checkpoint(options.checkpoint, **where)
     document_ends(tokenizer)  # one that has no end says so before the prompt is printed
     states = {"document": document, **picked(options, "state", "save_state")}
     run(model, tokenizer, options.prompt, **sampling, echo=True, compiled=options.compile, **states)
@@ -77,7 +78,8 @@ def chat(options: Namespace) -> int:
     sampling = picked(options, "max_new_tokens", "temperature", "top_k", "top_p", "seed")
     check_sampling(**sampling)
     document = "" if options.file is None else first_document(options.file)
-    model, tokenizer = load_checkpoint(options.checkpoint, options.device)
+    where = picked(options, "device", "dtype")
+    model, tokenizer = load_checkpoint(options.checkpoint, **where)
     converse(Chat(model, tokenizer, system=options.system, document=document, **sampling))
     return 0
 
@@ -101,7 +103,7 @@ def serve(options: Namespace) -> int:
         patience=options.client_timeout,
         hosts=options.allowed_hosts,
     )
-    run(options.checkpoint, serving=serving, **picked(options, "host", "port", "device"))
+    run(options.checkpoint, serving=serving, **picked(options, "host", "port", "device", "dtype"))
     return 0
 
 
@@ -140,17 +142,17 @@ def compare(options: Namespace) -> int:
 def convert(options: Namespace) -> int:
     """latte convert BASE OUT [--recipe RECIPE] [key=value ...]"""
     flags = {each.name: flag(each) for each in options_of(ConversionOptions)}
-    flags |= {"seed": "--seed", "dtype": "--dtype"}
+    flags |= {"seed": "--seed", "dtype": "--dtype", "weights": "--weights"}
     given = {k: value for k, value in picked(options, *flags).items() if value is not None}
     if options.trained is not None:
         if options.recipe is not None:
             raise LatteError("--trained and --recipe: expected one of them; a recipe trains anew")
-        free = ("window", "keep_layers", "kept_window", "dtype")
+        free = ("window", "keep_layers", "kept_window", "dtype", "weights")
         others = [name for name in given if name not in free]
         if others:
             raise LatteError(
                 "with --trained the model's shape is the file's: expected only --window,"
-                f" --keep-layers, --kept-window and --dtype, got {flags[others[0]]}"
+                f" --keep-layers, --kept-window, --dtype and --weights, got {flags[others[0]]}"
             )
     if options.recipe is not None:
         if given:
@@ -175,7 +177,7 @@ def convert(options: Namespace) -> int:
         )
     from latte.conversion import apply_latents
     from latte.conversion import convert as run
-    from latte.conversion.pretrained import summary
+    from latte.conversion.pretrained import is_latte, read_config, summary
     from latte.lab.progress import progress
 
     with progress(0, "layer", shown=not options.quiet, label="converting", bar=False):
@@ -186,12 +188,13 @@ def convert(options: Namespace) -> int:
         else:
             model = apply_latents(options.base, options.trained, options.output, **given)
     if not options.quiet:
-        trained = (
-            "which have not been trained yet (see latte convert --recipe)"
-            if options.trained is None
-            else f"from {options.trained}"
-        )
-        print(f"written: {options.output}, {summary(model)}, {trained}")
+        if options.trained is not None:
+            trained = f", from {options.trained}"
+        elif is_latte(read_config(options.base)):
+            trained = f", with {options.weights} weights"
+        else:
+            trained = ", which have not been trained yet (see latte convert --recipe)"
+        print(f"written: {options.output}, {summary(model)}{trained}")
     return 0
 
 

@@ -14,6 +14,7 @@ from latte.layers.latent_fields import ConversionOptions, default_in_words, flag
 
 RUN = "a folder written by latte train or save_pretrained, or a GGUF file"
 DEVICE = "such as cpu or cuda; a GPU if there is one"
+DTYPE = "dtype of the weights, such as float32; quantised ones are dequantised (as saved)"
 FORCE = {"action": "store_true", "help": "replace results of other settings"}
 OVERRIDES = {"nargs": "*", "metavar": "key=value"}
 
@@ -245,6 +246,7 @@ def _generate(command: Any) -> None:
     _sampling(add, "text")
     add("--compile", action="store_true", help="compile a step of decoding first, for long texts")
     add("--device", help=DEVICE)
+    add("--dtype", help=DTYPE)
 
 
 def _chat(command: Any) -> None:
@@ -262,6 +264,7 @@ def _chat(command: Any) -> None:
     add("--max-new-tokens", type=int, default=512, help="largest number of tokens of an answer")
     _sampling(add, "answers")
     add("--device", help=DEVICE)
+    add("--dtype", help=DTYPE)
 
 
 def _serve(command: Any) -> None:
@@ -288,6 +291,7 @@ def _serve(command: Any) -> None:
         help="compile a step first; requests are then answered one by one",
     )
     add("--device", help=DEVICE)
+    add("--dtype", help=DTYPE)
     add("--max-batch", type=int, default=8, help="largest number of requests that share a step")
     add(
         "--prefill-piece",
@@ -407,6 +411,11 @@ def _convert(command: Any) -> None:
         add(flag(each), dest=each.name, help=text, **kind)
     add("--seed", type=int, help="seed of the new weights (0)")
     add("--dtype", help="dtype of the base's weights, as bfloat16 (the checkpoint's)")
+    add(
+        "--weights",
+        help="bits of the base's weights: file (those of a GGUF file), int4, int8 or bfloat16"
+        " (--dtype); BASE may be a converted model, too",
+    )
     add("--quiet", action="store_true", help="print no progress bar and no lines")
 
 

@@ -23,7 +23,7 @@ from latte.models.hub import (
     reason,
     unreachable,
 )
-from latte.models.parameters import number_of_parameters
+from latte.models.parameters import number_of_parameters, number_of_weights
 
 MULTIMODAL = ("gemma3",)
 WEIGHTS = ("*.safetensors", "*.bin", "config.json")
@@ -37,6 +37,7 @@ def convert(
     calibration: str | Sequence[torch.Tensor] | None = None,
     seed: int = 0,
     dtype: str | torch.dtype = "auto",
+    weights: str | None = None,
     **options: Any,
 ) -> Any:
     """Replace a decoder's full attention by a window and latents; keep every weight.
@@ -56,6 +57,10 @@ def convert(
         seed: Seed of the new weights.
         dtype: Dtype of the base's weights. ``auto`` keeps the checkpoint's, and is bf16 for a
             quantised GGUF file. The new weights are fp32 (fp64 if the base is).
+        weights: Bits of the base's weights in memory and in the folder, for decoding on a CPU.
+            ``file`` keeps those of a GGUF file, ``int4`` and ``int8`` round, ``bfloat16`` and None
+            are plain weights (:mod:`latte.conversion.weights`). A model of Latte's own, or one that
+            is converted already, gets these weights and stays as it is otherwise.
         **options: Options of :class:`latte.layers.latent_fields.ConversionOptions`:
 
     Returns:
@@ -66,9 +71,19 @@ def convert(
             as GGUF) or has no layer of full attention; a value does not fit; or ``output``
             exists. Nothing has been written then.
     """
+    from latte.conversion.weights import in_bits, weights_dtype
+
     chosen = ConversionOptions(**options)
     check_seed("seed", seed)
     target = None if output is None else check_output(output)
+    dtype = weights_dtype(weights, base, dtype)
+    if weights is not None and is_latte(read_config(base)):
+        if options or calibration is not None:
+            given = next(iter(options), "calibration")
+            raise LatteError(
+                f"base {base} is converted: expected weights and dtype alone, got {given}"
+            )
+        return _other_weights(base, target, weights, dtype)
     config = converted_config(base, chosen.fields())
     tokenizer = None if target is None else load_tokenizer(base)
     rows: Sequence[torch.Tensor] = ()
@@ -84,12 +99,38 @@ def convert(
         from latte.conversion.landmarks import set_landmarks
 
         set_landmarks(model, rows, seed=seed)
+    in_bits(model, weights, base)
     if target is not None:
         save(model, tokenizer, target)
     return model
 
 
 name_options(convert, ConversionOptions)
+
+
+def is_latte(config: Any) -> bool:
+    """Whether a configuration is of a model of Latte's own, or of a converted one."""
+    return config.model_type == "latte" or config.model_type.startswith("macchiato_")
+
+
+def _other_weights(base: str | Path, target: Path | None, weights: str, dtype: Any) -> Any:
+    """A model of Latte's with weights of other bits."""
+    from transformers import AutoModelForCausalLM
+
+    from latte.conversion.weights import in_bits
+
+    config = read_config(base)
+    options = {"dtype": dtype, **hub_options(base)}
+    quantised = getattr(config, "quantization_config", None) is not None
+    if quantised and weights != "bfloat16":
+        raise LatteError(f"base {base} is quantised; expected full-precision weights, or bfloat16")
+    tokenizer = None if target is None else load_tokenizer(base)
+    with quiet_transformers():
+        model = load_whole(AutoModelForCausalLM, "base", base, config, **options)
+    model = model.dequantize(model.dtype) if quantised else in_bits(model, weights, base)
+    if target is not None:
+        save(model, tokenizer, target)
+    return model
 
 
 def _calibration_rows(
@@ -389,7 +430,7 @@ def summary(model: Any) -> str:
     from latte.conversion.modeling import NEW_WEIGHTS
 
     new = sum(p.numel() for name, p in model.named_parameters() if NEW_WEIGHTS in name)
-    base = sum(p.numel() for p in model.parameters()) - new
+    base = number_of_weights(model) - new
     config = model.config
     return (
         f"{config.model_type}, {len(config.converted_layers)} of {config.num_hidden_layers} layers"

@@ -26,6 +26,7 @@ from latte.conversion.pretrained import (
     read_config,
     save,
 )
+from latte.conversion.weights import in_bits, weights_dtype
 from latte.errors import LatteError
 from latte.models.atomic_files import check_new_file
 from latte.models.state_file import weight_sample
@@ -65,6 +66,11 @@ def save_latents(
         LatteError: The model is not a converted one, its weights differ from the base's by more
             than updates of that rank, or the path exists or cannot be written.
     """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise LatteError(
+            "the model's weights are quantised: expected the one that it was made from, in plain"
+            " weights"
+        )
     fields = model.config.to_dict()
     tensors = {
         name: x.to("cpu", dtype).contiguous()
@@ -127,6 +133,7 @@ def apply_latents(
     keep_layers: Sequence[int] = (),
     kept_window: int | Literal["all"] | None = None,
     dtype: str | torch.dtype = "auto",
+    weights: str | None = None,
 ) -> Any:
     """Convert a base with latents that have been trained before.
 
@@ -140,6 +147,8 @@ def apply_latents(
         kept_window: Number of keys that layers with the base's attention see; None: as in the file;
             "all": full attention, with a state that grows.
         dtype: Dtype of the base's weights, as for :func:`latte.conversion.convert`.
+        weights: Bits of the base's weights, as for :func:`latte.conversion.convert`. With
+            ``file``, weights that the latents' file updates are rounded anew.
 
     Returns:
         The converted model, in evaluation mode.
@@ -150,9 +159,10 @@ def apply_latents(
             then.
     """
     target = None if output is None else check_output(output)
-    about, weights = _read(Path(latents).expanduser())
+    about, tensors = _read(Path(latents).expanduser())
     trained, fields = about.base or "the one they were trained for", about.fields
     read_config(base)  # says so if there is no base
+    dtype = weights_dtype(weights, base, dtype)
     try:
         converted_config(base, fields)
     except LatteError as error:
@@ -164,21 +174,23 @@ def apply_latents(
     config = converted_config(base, fields)
     tokenizer = None if target is None else load_tokenizer(base)
     model = load_base(base, config, dtype=dtype)
-    sample, own = weights.pop("sample"), _base_sample(model)
+    sample, own = tensors.pop("sample"), _base_sample(model)
     # The file's weights and these may be of one GGUF file, in different dtypes.
     rounding = max(torch.finfo(kind).eps for kind in (about.dtype, model.dtype))
     if sample.shape != own.shape or not torch.allclose(sample, own, rtol=rounding, atol=1e-7):
         raise LatteError(
             f"latents {latents} are for another base: {base} has other weights than {trained}"
         )
-    _check(latents, weights, model)
+    _check(latents, tensors, model)
     for name, x in model.state_dict().items():
         if NEW_WEIGHTS in name:
-            x.copy_(weights[name])
-        elif f"{name}.up" in weights:
+            x.copy_(tensors[name])
+        elif f"{name}.up" in tensors:
             wide = computation_dtype(x.dtype)
-            up, down = (weights[f"{name}.{part}"].to(wide) for part in ("up", "down"))
+            up, down = (tensors[f"{name}.{part}"].to(wide) for part in ("up", "down"))
             x.copy_(x.to(wide) + up @ down)
+    updated = {name.removesuffix(".up") for name in tensors if name.endswith(".up")}
+    in_bits(model, weights, base, changed=updated)
     if target is not None:
         save(model, tokenizer, target)
     return model

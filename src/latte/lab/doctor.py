@@ -38,6 +38,7 @@ def report() -> dict[str, Section]:
         "versions": _versions,
         "native": _native,
         "backends": _backends,
+        "quantised weights": _quantised,
         "malloc": _malloc,
         "threads": _threads,
         "gpu": _gpu,
@@ -197,6 +198,23 @@ def _backends() -> Section:
                 except ValueError as error:  # the backend that was named cannot serve it
                     found[op][place] = f"none: {one_line(error)}"
     return found
+
+
+def _quantised() -> Section:
+    """By what the weights of `latte convert --weights` are multiplied, for few rows on a CPU."""
+    _native_modules()
+    import torch
+
+    from latte.ops.quantised import BLOCKS, instructions
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    slow = f"PyTorch has fast kernels for {' and '.join(BLOCKS)}, this CPU has {capability}"
+    four = instructions()
+    eight = f"PyTorch's kernel, {capability.lower()}" if capability in BLOCKS else f"slow: {slow}"
+    return {
+        "int4": f"dequantised: {slow}" if four is None else f"PyTorch's kernel, {four}",
+        "int8": eight,
+    }
 
 
 def _malloc() -> Section:

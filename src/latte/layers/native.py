@@ -29,6 +29,9 @@ NORMS: dict[type[nn.Module], NormKind] = {}
 # The kernels in the place of gated networks, by class; None: the class of ``act_fn`` says which.
 GATED: dict[type[nn.Module], Callable[..., Tensor] | None] = {}
 ACTIVATIONS: dict[type[nn.Module], Callable[..., Tensor]] = {}
+# Of maps with other weights than those that the kernels read, by class: from the module, what gives
+# its output for few rows (B, E) without the cost of a module's call.
+MAPS: dict[type[nn.Module], Callable[[Any], Callable[[Tensor], Tensor]]] = {}
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -67,6 +70,14 @@ def native_weights(
         for name in READ[kind]:
             weights.append(held.get(name))
     return weights if decoding.fits(x, *weights) else []
+
+
+def direct(x: Tensor, module: Any) -> Callable[[Tensor], Tensor]:
+    """The module, or what may be called in its place for x (B, E) (:data:`MAPS`)."""
+    made = MAPS.get(type(module))
+    if made is None or is_hooked(module) or not decoding.serves(x, x.numel()):
+        return module  # type: ignore[no-any-return]
+    return made(module)
 
 
 def linear_maps(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, contains
+from operator import attrgetter, contains, is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from latte.layers.native import ACTIVATIONS, GATED, NORMS, is_hooked, native_weights
+from latte.layers.native import ACTIVATIONS, GATED, NORMS, direct, is_hooked, native_weights
 from latte.layers.parts import InitializedModule
 from latte.ops import decoding
 
@@ -179,14 +179,23 @@ class StepPlan:
     def linear_maps(self, x: Tensor, *maps: Any) -> tuple[Tensor, ...]:
         """The output of up to three linear maps for x (B, E)."""
         weights = self.weights(x, maps, (nn.Linear,) * len(maps))
-        return decoding.linear_maps(x, *weights) if weights else tuple(linear(x) for linear in maps)
+        if weights:
+            return decoding.linear_maps(x, *weights)
+        return tuple(self._call(x, linear) for linear in maps)
 
     def linear_add(self, x: Tensor, linear: Any, residual: Tensor) -> Tensor:
         """``residual + linear(x)`` for x (B, E)."""
         weights = self.weights(x, (linear,), (nn.Linear,))
         if weights and residual.dtype == x.dtype and residual.is_contiguous():
             return decoding.linear_add(x, weights[0], residual)
-        return residual + linear(x)
+        return residual + self._call(x, linear)
+
+    def _call(self, x: Tensor, linear: Any) -> Tensor:
+        """The output of a map whose weights no kernel reads."""
+        called = self._kept.get((linear, x.dtype))
+        if called is None:
+            called = self._keep((linear, x.dtype), direct(x, linear))
+        return called(x)  # type: ignore[no-any-return]
 
     def norm(self, module: Any, x: Tensor) -> Tensor:
         """A norm's output for x (B, ..., E)."""
@@ -250,4 +259,10 @@ def _gated_arguments(mlp: Any, x: Tensor) -> tuple[Any, ...]:
         return ()
     maps = parts.get("gate_proj"), parts.get("up_proj")
     weights = native_weights(x, (*modules, *maps), (*kinds, nn.Linear, nn.Linear))
-    return (kernel, weights) if weights else ()
+    if weights:
+        return kernel, weights
+    called = [direct(x, linear) for linear in maps]
+    if any(map(is_hooked, modules)) or any(map(is_, called, maps)):
+        return ()
+    product = decoding.PRODUCTS[kernel]
+    return (lambda x: product(*(call(x) for call in called))), ()

@@ -18,6 +18,7 @@ from typing import Any
 
 CONFIGS = "transformers.models.auto.configuration_auto"
 MODELS = "transformers.models.auto.modeling_auto"
+QUANTIZERS = "transformers.quantizers.auto"
 KINDS = ("MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_SEQUENCE_CLASSIFICATION")
 
 _configs: dict[str, str] = {}  # model type -> name of the class
@@ -66,7 +67,15 @@ def _fill_models() -> None:
             mapping._modules[to_module(model_type)] = _classes
 
 
-_FILL: dict[str, Callable[[], None]] = {CONFIGS: _fill_configs, MODELS: _fill_models}
+def _fill_quantizers() -> None:
+    importlib.import_module("latte.models.quantizer")  # which registers itself
+
+
+_FILL: dict[str, Callable[[], None]] = {
+    CONFIGS: _fill_configs,
+    MODELS: _fill_models,
+    QUANTIZERS: _fill_quantizers,
+}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -93,6 +102,7 @@ def install() -> None:
     """Fill the tables that are there, and the others once they are."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    for name, last in ((CONFIGS, "AutoConfig"), (MODELS, "AutoModelForCausalLM")):
+    last_names = ((CONFIGS, "AutoConfig"), (MODELS, "AutoModelForCausalLM"))
+    for name, last in (*last_names, (QUANTIZERS, "get_hf_quantizer")):
         if hasattr(sys.modules.get(name), last):  # not only begun
             _FILL[name]()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +44,28 @@ def _counted(config: Any) -> int | None:
         return count_parameters(config)
     except Exception:  # not on the meta device; building the model reports an error
         return None
+
+
+def number_of_weights(model: torch.nn.Module) -> int:
+    """Count a model's parameters, tied ones once; of quantised maps their integers."""
+    from latte.layers.quantised import Quantised
+
+    modules = [x for x in model.modules() if isinstance(x, Quantised)]
+    scales = {id(x.scales) for x in modules}
+    sizes = {id(x.weight): math.prod(x.matrix.shape) for x in modules}
+    return sum(sizes.get(id(x), x.numel()) for x in model.parameters() if id(x) not in scales)
+
+
+def identifying_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors by which a model's weights are known again, in an order of their own.
+
+    They are its parameters. Of quantised maps they are the scales alone, which other weights and
+    other bits change: the order of the integers depends on the processor.
+    """
+    from latte.layers.quantised import Quantised
+
+    integers = {id(x.weight) for x in model.modules() if isinstance(x, Quantised)}
+    return (x for x in model.parameters() if id(x) not in integers)
 
 
 def nearest_size(count: Callable[[int], int], target: int, step: int = 1) -> int:

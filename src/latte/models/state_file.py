@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from latte.errors import LatteError
 from latte.layers.mixer import MixerState
 from latte.models.cache import LatteCache
+from latte.models.parameters import identifying_weights
 from latte.models.tensor_file import check_finite, damaged, read_tensors, write_tensors
 from latte.ops.state import LatteState, LinearState, WindowState
 
@@ -71,7 +72,7 @@ def save_state(cache: LatteCache, path: str | Path, ids: Tensor | None = None) -
         raise LatteError(f"a state to save comes from a model that has read: this cache {what}")
     # Copies, because safetensors refuses two names for the same memory.
     tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in _tensors(cache)}
-    tensors["weights"] = weight_sample(decoder.parameters())
+    tensors["weights"] = weight_sample(identifying_weights(decoder))
     if ids is not None:
         tensors["ids"] = ids
     about = {
@@ -184,7 +185,8 @@ def fingerprint(model: Any) -> str:
     """A hash of a model's configuration, dtype and a sample of each weight, as in a state file."""
     decoder = model.get_decoder()
     about = json.dumps([_identity(decoder), str(decoder.dtype)], sort_keys=True).encode()
-    return hashlib.sha256(about + weight_sample(decoder.parameters()).numpy().tobytes()).hexdigest()
+    weights = weight_sample(identifying_weights(decoder))
+    return hashlib.sha256(about + weights.numpy().tobytes()).hexdigest()
 
 
 def _tensors(cache: LatteCache) -> Iterator[tuple[str, Tensor]]:
@@ -204,6 +206,11 @@ def _dtype_of(part: str, x: Tensor, before: torch.dtype, now: torch.dtype) -> to
     if before == now or not x.is_floating_point():
         return x.dtype
     return now if part in OF_ACTIVATIONS else torch.promote_types(now, torch.float32)
+
+
+def bits_of(config: dict[str, Any]) -> str:
+    """How a configuration says that weights are stored: the format of quantised ones, or plain."""
+    return str((config.get("quantization_config") or {}).get("weights", "plain"))
 
 
 def _identity(decoder: Any) -> dict[str, Any]:
@@ -230,7 +237,10 @@ def _difference(about: dict[str, str], weights: Tensor, decoder: Any) -> str | N
     for name in ("mixer", *was):
         if name in was and name in own and was[name] != own[name]:
             return f"its {name} is {was[name]!r}, this one's {own[name]!r}"
-    here = weight_sample(decoder.parameters())
+    before, now = (bits_of(fields) for fields in (was, own))
+    if before != now:
+        return f"its weights are {before}, this one's are {now}"
+    here = weight_sample(identifying_weights(decoder))
     dtypes = {getattr(torch, about["dtype"]), decoder.dtype}
     rounding = max(torch.finfo(dtype).eps for dtype in dtypes) if len(dtypes) > 1 else 0.0
     same = weights.shape == here.shape and weights.dtype == here.dtype

@@ -73,6 +73,20 @@ def geglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return torch.ops.latte.cpu_geglu(x, gate, up)
 
 
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) up`` of contiguous tensors."""
+    return torch.ops.latte.cpu_glu(gate, up)
+
+
+def gelu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """``gelu(gate) up``, by tanh."""
+    return nn.functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+# What the kernels of gated networks do after the two maps.
+PRODUCTS: dict[Any, Any] = {swiglu: silu_product, geglu: gelu_product}
+
+
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """``residual + x W^T``, of a weight (M, E) and a contiguous residual (..., M)."""
     return torch.ops.latte.cpu_linear_add(x, weight, residual)

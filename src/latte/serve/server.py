@@ -113,6 +113,7 @@ def serve(
     host: str = "localhost",
     port: int = 8000,
     device: str | None = None,
+    dtype: str | None = None,
     serving: Serving | None = None,
 ) -> None:
     """Answer requests until interrupted.
@@ -121,6 +122,7 @@ def serve(
         checkpoint: Folder of the model. It is the model's name in requests, exactly as given here.
         port: Number of the port; 0 takes a free one. The address is printed when the server is
             ready.
+        dtype: Dtype of the weights, as for `load_checkpoint`.
 
     Raises:
         LatteError: The extra is not installed, the port is in use, there is no such checkpoint or
@@ -137,7 +139,7 @@ def serve(
     serving = replace(serving, hosts=allowed_hosts(host, serving.hosts or ()))
     with contextlib.closing(listen(host, port)) as listening, _one_thread() as threads:
         serving = replace(serving, threads=serving.threads or threads)
-        model, tokenizer = load_checkpoint(checkpoint, device)
+        model, tokenizer = load_checkpoint(checkpoint, device, dtype=dtype)
         if serving.compiled:
             _check_compiled(model)
         server, close = make_server(str(checkpoint), model, tokenizer, serving)

@@ -13,13 +13,16 @@ from __future__ import annotations
 from latte.conversion.gguf.config import gguf_config
 from latte.conversion.gguf.file import TRANSFORMERS, GgufFile, gguf_at, open_gguf
 from latte.conversion.gguf.tokenizer import gguf_tokenizer
-from latte.conversion.gguf.weights import gguf_model
+from latte.conversion.gguf.weights import FOUR_BITS, PLAIN, gguf_matrices, gguf_model
 
 __all__ = [
+    "FOUR_BITS",
+    "PLAIN",
     "TRANSFORMERS",
     "GgufFile",
     "gguf_at",
     "gguf_config",
+    "gguf_matrices",
     "gguf_model",
     "gguf_tokenizer",
     "open_gguf",

@@ -1,9 +1,11 @@
-"""The weights of a GGUF file, dequantised, under the names and in the orders of Transformers."""
+"""The weights of a GGUF file under the names and in the orders of Transformers."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from latte.conversion.gguf.file import GgufFile, shown
 from latte.errors import LatteError, one_line
@@ -49,6 +51,44 @@ def gguf_model(file: GgufFile, config: Any, dtype: Any = "auto") -> Any:
     return model.eval()
 
 
+# Types whose blocks are 4-bit integers with a scale and a least value for each 32 weights.
+FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
+PLAIN = ("F32", "F16", "BF16", "F64")
+
+
+class Matrix(NamedTuple):
+    """A matrix of a file, read when it is asked for.
+
+    Attributes:
+        kind: Type in ggml, by its name.
+        weight: Gives the dequantised weights (N, K), fp32.
+        blocks: Gives the integers (N, K) of a type of :data:`FOUR_BITS`, uint8, with scales and
+            least values (N, K / 32), fp32: ``w = scale q + least``.
+    """
+
+    kind: str
+    weight: Callable[[], Tensor]
+    blocks: Callable[[], tuple[Tensor, Tensor, Tensor]]
+
+
+def gguf_matrices(file: GgufFile, config: Any, expected: dict[str, Tensor]) -> dict[str, Matrix]:
+    """The file's matrices by their names in Transformers.
+
+    Args:
+        config: Configuration from :func:`gguf_config`.
+        expected: State dict of the plain model.
+    """
+    from gguf import GGMLQuantizationType
+
+    found = {}
+    for name, place in _places(file, config, expected).items():
+        if len(place[1]) == 2 and place[0] in file.tensors:
+            given: Any = file, config, *place
+            kind = GGMLQuantizationType(file.tensors[place[0]][0]).name
+            found[name] = Matrix(kind, partial(_weight, *given), partial(_blocks, *given))
+    return found
+
+
 def _places(
     file: GgufFile, config: Any, expected: dict[str, Tensor]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -87,19 +127,59 @@ def _weight(file: GgufFile, config: Any, name: str, shape: tuple[int, ...]) -> T
     """One weight in fp32, as the base's own file would have it."""
     import numpy as np
     import torch
-    from gguf import GGMLQuantizationType, quant_shape_to_byte_shape, quants
+    from gguf import GGMLQuantizationType, quants
 
     if name not in file.tensors:
         return torch.zeros(shape)
     of = GGMLQuantizationType(file.tensors[name][0])
-    data = np.memmap(
-        file.path, np.uint8, "r", file.offsets[name], quant_shape_to_byte_shape(shape, of)
+    weight = torch.from_numpy(
+        np.array(quants.dequantize(_bytes(file, name, shape), of), np.float32)
     )
-    weight = torch.from_numpy(np.array(quants.dequantize(data, of), np.float32))
-    if file.architecture == "llama" and re.search(r"\.attn_[qk]\.", name):
-        heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
-        # In the file, the halves of a head that rotate together are neighbours.
-        weight = weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(shape)
+    weight = _rows(file, config, name, weight)
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         weight = weight - 1
     return weight
+
+
+def _blocks(
+    file: GgufFile, config: Any, name: str, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The blocks of a weight of 4 bits, as in :class:`Matrix`."""
+    import numpy as np
+    import torch
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import Q4_K
+
+    of = GGMLQuantizationType(file.tensors[name][0])
+    data = np.ascontiguousarray(_bytes(file, name, shape)).reshape(-1, GGML_QUANT_SIZES[of][1])
+
+    def numbers(first: int) -> Any:  # fp16, one a block
+        return data[:, first : first + 2].copy().view(np.float16).astype(np.float32)
+
+    scale = numbers(0)
+    if of.name == "Q4_K":  # eight groups a block, of which two share the bytes of their integers
+        own, least = (x.astype(np.float32) for x in Q4_K.get_scale_min(data[:, 4:16]))
+        scale, least = scale * own, -numbers(2) * least
+        pairs = data[:, 16:].reshape(len(data), 4, 32)
+    else:
+        least = numbers(2) if of.name == "Q4_1" else -8 * scale
+        pairs = data[:, -16:].reshape(len(data), 1, 16)
+    q = np.stack([pairs & 15, pairs >> 4], 2)
+    parts = q.reshape(shape), scale.reshape(shape[0], -1), least.reshape(shape[0], -1)
+    return tuple(_rows(file, config, name, torch.from_numpy(x)) for x in parts)  # type: ignore
+
+
+def _bytes(file: GgufFile, name: str, shape: tuple[int, ...]) -> Any:
+    import numpy as np
+    from gguf import GGMLQuantizationType, quant_shape_to_byte_shape
+
+    sizes = quant_shape_to_byte_shape(shape, GGMLQuantizationType(file.tensors[name][0]))
+    return np.memmap(file.path, np.uint8, "r", file.offsets[name], sizes)
+
+
+def _rows(file: GgufFile, config: Any, name: str, x: Tensor) -> Tensor:
+    """Rows in the order of Transformers. In a file, those that rotate together are neighbours."""
+    if file.architecture == "llama" and re.search(r"\.attn_[qk]\.", name):
+        heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
+        return x.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(x.shape)
+    return x

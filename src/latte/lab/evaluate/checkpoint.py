@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from latte.conversion.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.conversion.pretrained import LORA, check_size, load_whole, own_weights
 from latte.errors import LatteError, one_line
@@ -21,8 +23,11 @@ from latte.lab.train.run_folder import (
 )
 from latte.models.hub import check_files, check_no_code, config_errors, hub_options, reason
 from latte.models.plain_files import check_plain, read_object
+from latte.models.quantizer import LatteQuantizer
 from latte.models.registry import make_known
 from latte.ops.widened import widen_calls
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -70,7 +75,8 @@ def load_checkpoint(
             `latents` (p(l=0) = 0) or `base` (the base's own attention). None: the config's.
         overrides: Other fields of the config, such as `local_window`, for a control with the same
             weights.
-        dtype: Dtype of the weights, such as `float32`; None: as they were saved.
+        dtype: Dtype of the weights, such as `float32`; None: as they were saved. With one, and on
+            a GPU, weights in 4 and 8 bits are dequantised.
 
     Raises:
         LatteError: The folder, its config, weights or tokenizer are missing; a file was truncated
@@ -82,6 +88,8 @@ def load_checkpoint(
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    if dtype not in (None, *DTYPES):
+        raise LatteError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = find_checkpoint(path)
     opened = open_gguf(folder) if folder.is_file() else None
     config = load_config(folder) if opened is None else gguf_config(opened)
@@ -113,6 +121,9 @@ def load_checkpoint(
     where = device or str(default_device())
     if where == "meta":
         raise LatteError("device 'meta' cannot be used: it holds no values")
+    own = isinstance(getattr(model, "hf_quantizer", None), LatteQuantizer)
+    if own and (dtype is not None or torch.device(where).type != "cpu"):
+        model.dequantize(model.dtype)
     try:
         model.to(where)
     except (RuntimeError, AssertionError) as error:

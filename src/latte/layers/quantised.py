@@ -1,0 +1,211 @@
+"""Linear maps and embeddings whose weights are integers of 4 or 8 bits, and stay so.
+
+Integers are never trained. Gradients flow through a map to its input, as for training adapters or
+latents over frozen weights. torchao has tensors over the same kernels. On a CPU they have no rule
+for many rows, no gradients, and no embedding, so the modules are our own. The products, and what
+the integers stand for, are in :mod:`latte.ops.quantised`.
+
+A state dict and a file have the integers in the order of the rows.
+
+Shape suffixes: M rows of the input, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from latte.layers.latent_input import LatentLogits
+from latte.layers.native import MAPS
+from latte.ops.quantised import (
+    BLOCKS,
+    GROUP,
+    MOST_ROWS,
+    Integers,
+    Matrix,
+    Product,
+    in_rows,
+    instructions,
+    ordered,
+    tiles,
+)
+
+
+class Quantised(nn.Module):
+    """What quantised maps and embeddings share: integers ``weight``, and ``scales``.
+
+    The scales have the dtype of the model, so that ``model.to(dtype)`` and ``model.dtype`` are as
+    ever; those of a file are bf16.
+
+    Attributes:
+        weight: Integers, never with a gradient. Those of 4 bits may be in the kernel's order.
+        scales: As in :class:`Integers`.
+        block: The order of the integers: 0 is that of the rows, else the block of the kernel's.
+    """
+
+    weight: nn.Parameter
+    scales: nn.Parameter
+    block: int = 0
+    replaces: Any  # the class of the module in whose place this one is
+
+    def original(self, dtype: torch.dtype) -> nn.Module:
+        """The module that this one replaces, with the dequantised weights."""
+        raise NotImplementedError
+
+    def _hold(self, integers: Integers) -> None:
+        self.weight = nn.Parameter(integers.weight, requires_grad=False)
+        self.scales = nn.Parameter(integers.scales, requires_grad=False)
+        self.block = 0
+
+    @property
+    def matrix(self) -> Matrix:
+        return Matrix(self.weight, self.scales, self.block)
+
+    @property
+    def kind(self) -> str:
+        """The format, one of :data:`FORMATS`."""
+        return self.matrix.kind
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Put 4-bit integers into the order of this CPU's kernel, if it has a fast one."""
+        self.weight.requires_grad_(False)
+        self.scales.requires_grad_(False)
+        if self.kind == "int4" and not self.block and self.weight.is_cpu and instructions():
+            self.block = BLOCKS[instructions().upper()]  # type: ignore[union-attr]
+            parts = tiles(*self.matrix.shape, self.block)
+            self.weight.data = torch.cat([ordered(self.weight[a:b]) for a, b in parts])
+
+    @torch.no_grad()
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The weights (N, K) as numbers of a dtype."""
+        parts = tiles(*self.matrix.shape, self.block)
+        return torch.cat([self.matrix.tile(*part, dtype).t() for part in parts])
+
+    @torch.no_grad()
+    def plain(self) -> Tensor:
+        """The integers in the order of the rows, which does not depend on the processor."""
+        return in_rows(self.weight, self.block) if self.block else self.weight.detach()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.block:
+            destination[f"{prefix}weight"] = self.plain()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        given = state_dict.get(f"{prefix}weight")
+        block = self.block
+        if given is not None and not given.dtype.is_floating_point:
+            self.block = 0
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if block:
+            self.prepare()
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.kind}"
+
+
+class QuantisedLinear(Quantised, nn.Linear):  # type: ignore[misc]
+    """``y = x W^T + b`` with W in integers, for x (..., K); outputs have the dtype of x.
+
+    Args:
+        integers: The weights.
+        like: Linear map that it replaces; its bias moves here.
+    """
+
+    def __init__(self, integers: Integers, like: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.replaces = type(like)
+        self._hold(integers)
+        self.out_features, self.in_features = self.matrix.shape
+        self.register_parameter("bias", like.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x_MK = input.reshape(-1, self.in_features)
+        if torch.is_autocast_enabled(x_MK.device.type):
+            x_MK = x_MK.to(torch.get_autocast_dtype(x_MK.device.type))
+        if torch.is_grad_enabled() and x_MK.requires_grad:
+            y_MN = Product.apply(x_MK, self.weight, self.scales, self.block)
+        else:
+            y_MN = self.matrix.product(x_MK)
+        if self.bias is not None:
+            y_MN = y_MN + self.bias.to(y_MN.dtype)
+        return y_MN.view(*input.shape[:-1], self.out_features)
+
+    def original(self, dtype: torch.dtype) -> nn.Linear:
+        """The map that this one replaces, with the dequantised weights."""
+        sizes: Any = self.in_features, self.out_features
+        made: Any = self.replaces(*sizes, bias=self.bias is not None, device="meta")
+        made.weight = nn.Parameter(self.dequantised(dtype))
+        if self.bias is not None:
+            made.bias = nn.Parameter(self.bias.detach().to(dtype))
+        return made
+
+
+def _direct(module: QuantisedLinear) -> Callable[[Tensor], Tensor]:
+    """The output of a map for few rows (M, K), in one call of a kernel if that serves."""
+    weight, scales, most = module.weight, module.scales, MOST_ROWS[module.kind]
+    if scales.dtype != torch.bfloat16 or module.bias is not None:
+        return module
+    if not module.matrix.has_kernel(scales):
+        return module
+    ops: Any = torch.ops.aten
+    if module.kind == "int8":
+        eight = ops._weight_int8pack_mm.default
+        return lambda x: eight(x.contiguous(), weight, scales) if x.size(0) <= most else module(x)
+    four, of = ops._weight_int4pack_mm_for_cpu.default, GROUP
+    return lambda x: four(x.contiguous(), weight, of, scales) if x.size(0) <= most else module(x)
+
+
+MAPS[QuantisedLinear] = _direct
+
+
+class QuantisedEmbedding(Quantised, nn.Embedding):  # type: ignore[misc]
+    """Rows of a matrix in 8 bits, for ids (...): (..., K) in the dtype of the scales.
+
+    Args:
+        integers: The weights, ``int8``.
+        like: Embedding that it replaces. Gemma's are multiplied by a number.
+    """
+
+    def __init__(self, integers: Integers, like: nn.Embedding) -> None:
+        nn.Module.__init__(self)
+        self.replaces, self.padding_idx = type(like), like.padding_idx
+        self.embed_scale = getattr(like, "scalar_embed_scale", None)
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = (
+            None,
+            2.0,
+            False,
+            False,
+        )
+        self._hold(integers)
+        self.num_embeddings, self.embedding_dim = self.matrix.shape
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = F.embedding(input, self.weight)
+        out = rows.to(self.scales.dtype) * self.scales[input][..., None]
+        return out if self.embed_scale is None else out * out.new_full((), self.embed_scale)
+
+    def original(self, dtype: torch.dtype) -> nn.Embedding:
+        """The embedding that this one replaces, with the dequantised weights."""
+        given: Any = {} if self.embed_scale is None else {"embed_scale": self.embed_scale}
+        with torch.device("meta"):
+            made = self.replaces(self.num_embeddings, self.embedding_dim, self.padding_idx, **given)
+        made.weight = nn.Parameter(self.dequantised(dtype))
+        if self.embed_scale is not None:
+            made.embed_scale = torch.tensor(self.embed_scale, device=self.weight.device)
+        return made
+
+
+def quantisable(model: nn.Module) -> dict[str, Any]:
+    """The maps and embeddings whose weights may be integers, by name: all but the latents'."""
+    kept = {id(x) for m in model.modules() if isinstance(m, LatentLogits) for x in m.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Linear | nn.Embedding) and id(module) not in kept
+    }

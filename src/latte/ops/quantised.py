@@ -1,0 +1,273 @@
+"""Products with matrices of integers of 4 or 8 bits.
+
+A token of a small model takes the time of reading its weights once, so weights of 4 bits are read
+four times as fast as bf16. For few rows PyTorch's own CPU kernels multiply with the integers. For
+many rows the weights are dequantised tile by tile, and the product is an ordinary one.
+
+* ``int4``: ``w = (q - 8) scale + zero``, with a scale and a zero for each 32 weights of a row. The
+  blocks of GGUF's Q4_0, Q4_1 and Q4_K are of this form.
+* ``int8``: ``w = q scale``, with a scale for each row.
+
+The 4-bit kernel wants its integers in an order that depends on the processor. The order of the rows
+has two to a byte, the even column in the low bits.
+
+Shape suffixes: M rows of the input, N outputs, K inputs, G groups of 32 inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from latte.ops.widened import emulates
+
+FORMATS = ("int4", "int8")
+GROUP = 32  # inputs that share a scale of int4
+# Rows up to which the kernels are faster than dequantising, which takes as long for any number.
+MOST_ROWS = {"int4": 64, "int8": 12}
+TILE = 2**19  # weights that are dequantised at a time
+# Outputs that the 4-bit kernel has side by side, by the instructions that PyTorch uses.
+BLOCKS = {"AVX512": 64, "AVX2": 32}
+OUTPUTS = 16  # the 4-bit kernel wants a multiple of it
+
+
+class Integers(NamedTuple):
+    """A quantised matrix of shape (N, K).
+
+    Attributes:
+        weight: uint8 (N, K / 2) with two integers to a byte, or int8 (N, K).
+        scales: Scales and zeros (G, N, 2) of int4; scales (N,) of int8.
+    """
+
+    weight: Tensor
+    scales: Tensor
+
+
+def instructions() -> str | None:
+    """The instructions of the 4-bit kernel's fast path on this CPU; None if it has none."""
+    found = torch.backends.cpu.get_cpu_capability()
+    return found.lower() if found in BLOCKS and _order_is_known(BLOCKS[found]) else None
+
+
+def fits(kind: str, outputs: int, inputs: int) -> bool:
+    """Whether a matrix of this shape can have this format."""
+    return kind == "int8" or not (outputs % OUTPUTS or inputs % GROUP)
+
+
+# --- from weights to integers, and back ---------------------------------------------------------
+
+
+def quantise(weight: Tensor, kind: str) -> Integers:
+    """A matrix (N, K) in integers, rounded to nearest, with scales in bf16.
+
+    ``int8``: the largest magnitude of a row becomes 127. ``int4``: of a few ranges around the least
+    and the greatest of 32 weights, the one with the smallest squared error.
+    """
+    wide = weight.detach().float()
+    if kind == "int8":
+        scale_N = _rounded(wide.abs().amax(1) / 127)
+        integers = (wide / _not_zero(scale_N)[:, None]).round_().clamp_(-127, 127)
+        return Integers(integers.to(torch.int8), scale_N.bfloat16())
+    w_NGJ = wide.unflatten(1, (-1, GROUP))
+    least, greatest = w_NGJ.amin(-1, keepdim=True), w_NGJ.amax(-1, keepdim=True)
+    best: tuple[Tensor, ...] = ()
+    for part in (1.0, 0.95, 0.9, 0.85, 0.8):
+        middle, width = (least + greatest) / 2, (greatest - least) * part
+        scale = _rounded(width / 15)
+        zero = _rounded(middle + scale / 2)  # the integers are -8 to 7
+        q = ((w_NGJ - zero) / _not_zero(scale)).round_().clamp_(-8, 7)
+        error = (q * scale + zero - w_NGJ).square_().sum(-1, keepdim=True)
+        found: tuple[Tensor, ...] = error, scale, zero, q
+        if best:
+            better = error < best[0]
+            found = tuple(torch.where(better, x, y) for x, y in zip(found, best, strict=True))
+        best = found
+    _, scale, zero, q = best
+    return four_bits((q + 8).flatten(1), scale[..., 0], zero[..., 0])
+
+
+def four_bits(q_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor) -> Integers:
+    """``(q - 8) scale + zero`` of integers 0 to 15 (N, K), with scales and zeros in bf16."""
+    q = q_NK.to(torch.uint8)
+    scales_NG2 = torch.stack([scale_NG, zero_NG], -1).bfloat16()
+    return Integers(q[:, ::2] | q[:, 1::2] << 4, scales_NG2.transpose(0, 1).contiguous())
+
+
+def _rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+def _not_zero(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, 1.0, scale)
+
+
+@cache
+def _order_is_known(block: int) -> bool:
+    """Whether the kernel's order is the one that this file undoes."""
+    generator = torch.Generator().manual_seed(0)
+    plain = torch.randint(256, (2 * block + OUTPUTS, 4), dtype=torch.uint8, generator=generator)
+    with torch.no_grad():
+        return torch.equal(in_rows(ordered(plain), block), plain)
+
+
+def ordered(plain: Tensor) -> Tensor:
+    """Integers (N, K / 2) in the order of this CPU's kernel."""
+    q_NK = torch.stack([plain & 15, plain >> 4], -1).flatten(1)
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q_NK.int(), 1)
+
+
+def _pairs(weight: Tensor, block: int, first: int, last: int) -> tuple[Tensor, int]:
+    """The bytes of some outputs in the kernel's order, (K, b, p), and the axis of a pair's two.
+
+    Of a whole block the two integers of a byte are half a block apart, of a smaller one neighbours.
+    """
+    inputs = 2 * weight.shape[1]
+    own = weight[first:last].reshape(-1)
+    if first < len(weight) // block * block:
+        return own.view(-1, inputs, block // 2).transpose(0, 1), 2
+    return own.view(inputs, 1, -1), 3
+
+
+def _integers(weight: Tensor, block: int, first: int, last: int, dtype: torch.dtype) -> Tensor:
+    """The integers 0 to 15 of some outputs, (K, n), as numbers of a dtype."""
+    if block:
+        pairs, axis = _pairs(weight, block, first, last)
+        halves = torch.stack([(pairs & 15).to(dtype), (pairs >> 4).to(dtype)], axis)
+        return halves.flatten(1)
+    plain = weight[first:last]
+    return torch.stack([plain & 15, plain >> 4], -1).flatten(1).to(dtype).t()
+
+
+def tiles(outputs: int, inputs: int, block: int) -> Iterator[tuple[int, int]]:
+    """Ranges of outputs with few enough weights: whole blocks, and a smaller one last."""
+    step = max(TILE // inputs // BLOCKS["AVX512"], 1) * BLOCKS["AVX512"]
+    whole = outputs // block * block if block else outputs
+    for first in range(0, whole, step):
+        yield first, min(first + step, whole)
+    if whole < outputs:
+        yield whole, outputs
+
+
+def in_rows(weight: Tensor, block: int) -> Tensor:
+    """Integers (N, K / 2) in the order of the rows, from that of the kernel."""
+    parts = []
+    for first, last in tiles(len(weight), 2 * weight.shape[1], block):
+        q_NK = _integers(weight, block, first, last, torch.uint8).t()
+        parts.append(q_NK[:, ::2] | q_NK[:, 1::2] << 4)
+    return torch.cat(parts)
+
+
+# --- products -----------------------------------------------------------------------------------
+
+
+class Matrix(NamedTuple):
+    """Integers and the order that they are in: 0, or the block of the kernel's."""
+
+    weight: Tensor
+    scales: Tensor
+    block: int
+
+    @property
+    def kind(self) -> str:
+        return "int8" if self.weight.dtype == torch.int8 else "int4"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, columns = self.weight.shape
+        return outputs, columns if self.kind == "int8" else 2 * columns
+
+    def tile(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """The dequantised weights of some outputs, (K, n). They are computed in fp32 at least."""
+        wide = torch.promote_types(dtype, torch.float32)
+        if self.kind == "int8":
+            q_NK, scale_N = self.weight[first:last], self.scales[first:last]
+            return (q_NK.to(wide) * scale_N.to(wide)[:, None]).to(dtype).t()
+        scale_GN, zero_GN = self.scales[:, first:last].to(wide).unbind(-1)
+        q_KN = _integers(self.weight, self.block, first, last, wide)
+        q_GJN = q_KN.unflatten(0, (-1, GROUP))
+        return (
+            torch.addcmul((zero_GN - 8 * scale_GN)[:, None], q_GJN, scale_GN[:, None])
+            .flatten(0, 1)
+            .to(dtype)
+        )
+
+    def has_kernel(self, x: Tensor) -> bool:
+        """Whether PyTorch's kernels multiply these integers with few rows like x."""
+        if not (x.is_cpu and self.weight.is_cpu):
+            return False
+        return self.kind == "int8" or self.block > 0
+
+    def product(self, x_MK: Tensor) -> Tensor:
+        """``x W^T``, (M, N)."""
+        rows, ops = len(x_MK), torch.ops.aten
+        if 0 < rows <= MOST_ROWS[self.kind] and self.has_kernel(x_MK):
+            # With other dtypes than bf16 the kernels take a path that is fifty times slower.
+            x, scales = x_MK.to(torch.bfloat16), self.scales.to(torch.bfloat16)
+            if self.kind == "int8":
+                out = ops._weight_int8pack_mm(x, self.weight, scales)
+            else:
+                out = ops._weight_int4pack_mm_for_cpu(x.contiguous(), self.weight, GROUP, scales)
+            return out.to(x_MK.dtype)
+        dtype = _product_dtype(x_MK)
+        x, (outputs, inputs) = x_MK.to(dtype), self.shape
+        parts = [x @ self.tile(*tile, dtype) for tile in tiles(outputs, inputs, self.block)]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return out.to(x_MK.dtype)
+
+    def back(self, y_MN: Tensor) -> Tensor:
+        """``y W``, (M, K): the gradient of the input of a product."""
+        dtype = _product_dtype(y_MN)
+        y, (outputs, inputs) = y_MN.to(dtype), self.shape
+        out = y.new_zeros(len(y), inputs)
+        for first, last in tiles(outputs, inputs, self.block):
+            out = out + y[:, first:last] @ self.tile(first, last, dtype).t()
+        return out.to(y_MN.dtype)
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products with many rows: fp32 where PyTorch emulates that of x."""
+    return torch.float32 if x.is_cpu and emulates(x.dtype) else x.dtype
+
+
+class Product(torch.autograd.Function):
+    """``x W^T`` (M, N) with gradients of x, which keeps the integers alone."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x_MK: Tensor, weight: Tensor, scales: Tensor, block: int) -> Tensor:
+        return Matrix(weight, scales, block).product(x_MK)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, weight, scales, ctx.block = inputs
+        ctx.save_for_backward(weight, scales)
+        ctx.save_for_forward(weight, scales)
+
+    @staticmethod
+    def backward(ctx: Any, y_MN: Tensor) -> Any:
+        return _Back.apply(y_MN, *ctx.saved_tensors, ctx.block), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_MK: Tensor, *_: Any) -> Tensor:
+        return Product.apply(x_MK, *ctx.saved_tensors, ctx.block)
+
+
+class _Back(torch.autograd.Function):
+    """``y W`` (M, K), so that gradients have gradients too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(y_MN: Tensor, weight: Tensor, scales: Tensor, block: int) -> Tensor:
+        return Matrix(weight, scales, block).back(y_MN)
+
+    setup_context = staticmethod(Product.setup_context)
+
+    @staticmethod
+    def backward(ctx: Any, x_MK: Tensor) -> Any:
+        return Product.apply(x_MK, *ctx.saved_tensors, ctx.block), None, None, None

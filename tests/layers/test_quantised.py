@@ -1,0 +1,134 @@
+"""Linear maps of 4 and 8 bits: their products, gradients and files, in every order of integers."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from latte.layers import quantised
+from latte.layers.native import direct
+from latte.layers.quantised import Quantised, QuantisedEmbedding, QuantisedLinear
+from latte.ops.quantised import GROUP, quantise
+
+SHAPES = [(16, 32), (64, 32), (80, 64), (144, 96), (192, 64)]  # outputs, inputs
+KINDS = ("int4", "int8")
+ORDERS = ("rows", "kernel")
+
+
+def made(outputs, inputs, kind="int4", order="kernel", dtype=torch.bfloat16, bias=False):
+    """A map, and its dequantised weights (N, K) in fp32, read from the integers one by one."""
+    torch.manual_seed(outputs + inputs)
+    plain = nn.Linear(inputs, outputs, bias=bias)
+    integers = quantise(plain.weight, kind)
+    if kind == "int8":
+        weight = integers.weight.float() * integers.scales.float()[:, None]
+    else:
+        q = torch.stack([integers.weight & 15, integers.weight >> 4], -1).flatten(1).float() - 8
+        scale, zero = integers.scales.float().transpose(0, 1).unbind(-1)
+        scale, zero = (x.repeat_interleave(GROUP, 1) for x in (scale, zero))
+        weight = q * scale + zero
+    module = QuantisedLinear(integers, plain).to(dtype)
+    if order == "kernel":
+        module.prepare()
+    return module, weight
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_those_of_the_dequantised_weights(shape, kind, order):
+    for dtype, bound in ((torch.float32, 3e-3), (torch.bfloat16, 6e-3)):
+        module, weight = made(*shape, kind, order, dtype)
+        torch.testing.assert_close(module.dequantised(torch.float32), weight, rtol=1e-6, atol=1e-7)
+        for rows in (0, 1, 5, 65):
+            x = torch.randn(rows, 2, shape[1], dtype=dtype)
+            with torch.no_grad():
+                out, called = module(x), direct(x[:, 0], module)(x[:, 0])
+            expected = F.linear(x.float(), weight)
+            assert out.dtype == dtype and out.shape == (rows, 2, shape[0])
+            # Of one product both factors are rounded to bf16, 2^-9 each at most; so is the result.
+            assert (out.float() - expected).norm() <= bound * expected.norm()
+            assert (called.float() - expected[:, 0]).norm() <= bound * expected[:, 0].norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_is_to_nearest_and_keeps_what_the_format_can_hold(kind):
+    module, weight = made(64, 96, kind)
+    again = quantise(weight, kind)
+    if kind == "int8":  # exactly representable weights come back
+        torch.testing.assert_close(again.weight.float() * again.scales.float()[:, None], weight)
+    plain = torch.randn(64, 96)
+    error = (
+        QuantisedLinear(quantise(plain, kind), nn.Linear(96, 64, False)).dequantised(torch.float32)
+        - plain
+    ).norm() / plain.norm()
+    # Rounding errs by step / sqrt(12): a range of some 4 or 7 deviations in 15 or 254 steps.
+    assert error < {"int4": 0.09, "int8": 0.01}[kind]
+    for value in (0.0, 0.5):
+        constant = torch.full((16, 32), value)
+        found = QuantisedLinear(quantise(constant, kind), nn.Linear(32, 16, False))
+        torch.testing.assert_close(found.dequantised(torch.float32), constant, rtol=8e-3, atol=0)
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_flow_through_to_the_input_and_nowhere_else(kind, rows):
+    module, weight = made(80, 64, kind, dtype=torch.float32, bias=True)
+    module.bias.requires_grad_()
+    x = torch.randn(rows, 64, requires_grad=True)
+    y = torch.randn(rows, 80)
+    (x_grad,) = torch.autograd.grad(module(x), x, y)
+    torch.testing.assert_close(x_grad, y @ weight, rtol=1e-5, atol=1e-5)
+    module(x).sum().backward()
+    assert module.weight.grad is None and module.scales.grad is None
+    torch.testing.assert_close(module.bias.grad, torch.full((80,), float(rows)))
+    # The gradient's own gradient is that of a linear map: the product again.
+    v = torch.randn(rows, 80, requires_grad=True)
+    (once,) = torch.autograd.grad(module(x), x, v, create_graph=True)
+    (twice,) = torch.autograd.grad(once, v, torch.ones_like(once))
+    torch.testing.assert_close(twice, torch.ones_like(once) @ weight.T, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_state_dict_has_the_integers_in_the_order_of_the_rows(shape):
+    plain, _ = made(*shape, order="rows")
+    ready, _ = made(*shape, order="kernel")
+    for name, x in plain.state_dict().items():
+        assert torch.equal(ready.state_dict()[name], x)
+    other = copy.deepcopy(ready)
+    with torch.no_grad():
+        other.weight.zero_()
+    other.load_state_dict(plain.state_dict())
+    assert torch.equal(other.weight, ready.weight) and other.block == ready.block
+    assert torch.equal(pickle.loads(pickle.dumps(ready)).weight, ready.weight)
+
+
+def test_integers_in_another_processors_order_are_dequantised(monkeypatch):
+    module, weight = made(144, 96)
+    x = torch.randn(1, 96, dtype=torch.bfloat16)
+    monkeypatch.setattr(quantised, "instructions", lambda: None)
+    late, _ = made(144, 96)
+    assert late.block == 0
+    expected = F.linear(x.float(), weight)
+    assert (late(x).float() - expected).norm() < 6e-3 * expected.norm()
+
+
+def test_an_embedding_is_rows_of_its_weights_in_the_dtype_of_the_model():
+    like = nn.Embedding(40, 24, padding_idx=3)
+    module = QuantisedEmbedding(quantise(like.weight, "int8"), like)
+    ids = torch.tensor([[0, 7, 39], [3, 7, 1]])
+    for dtype in (torch.float32, torch.bfloat16):
+        module.to(dtype)
+        assert torch.equal(module(ids), module.dequantised(dtype)[ids])
+    original = module.original(torch.float32)
+    assert type(original) is nn.Embedding and original.padding_idx == 3
+    assert isinstance(module, Quantised)
+
+
+def test_autocast_lowers_the_output_as_it_does_of_other_maps():
+    module, _ = made(16, 32, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert module(torch.randn(2, 32)).dtype == torch.bfloat16
