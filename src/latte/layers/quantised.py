@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers.latent_input import LatentLogits
+from latte.layers.latents import LatentLogits
 from latte.layers.native import MAPS
 from latte.ops.quantised import (
     BLOCKS,

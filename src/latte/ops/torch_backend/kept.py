@@ -749,7 +749,6 @@ kept_op = differentiable_op(
         *("sink_q", "sink_k", "sink_v"),
     ),
     saves=["top_z", "mass_z", "mean_z"],
-    again=_results,
 )
 
 
