@@ -40,6 +40,7 @@ class MacchiatoAttention(LatteMacchiato):
         softcap: Cap of the local logits, if the base has one.
     """
 
+    scale: float
     # Sub-modules of the base, under the same names.
     q_norm: nn.Module
     k_norm: nn.Module
@@ -213,8 +214,8 @@ class MacchiatoAttention(LatteMacchiato):
         if self.mixing not in ("base", "window"):
             latents: Any = parts["latents"]
             logits = latents.step(in_dtype(x_BE, latents.dtype), state)
-        given: Any = (q, k, v), self.scale, self.softcap, rotary
-        return state.attend(*given, logits, self.joint_softmax)
+        local = q, k, v
+        return state.attend(local, self.scale, self.softcap, rotary, logits, self.joint_softmax)
 
     # --- for inspection -------------------------------------------------------------------------
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from latte.ops.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from latte.layers.attention import LatteAttention, LatteMacchiato
+    from latte.layers.attention import LatteMacchiato
     from latte.layers.baselines import LinearAttention, SlidingWindowAttention, SoftmaxAttention
     from latte.layers.gated import GatedMacchiato
     from latte.layers.latents import LatentInput, LatentLogits
+    from latte.layers.latte import LatteAttention
     from latte.layers.mixer import Context, Mixer, MixerState, Projected
     from latte.layers.parts import (
         GELUMLP,
@@ -59,6 +60,7 @@ MODULES = (
     "baselines",
     "gated",
     "latents",
+    "latte",
     "mixer",
     "parts",
     "recurrent",

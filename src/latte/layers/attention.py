@@ -1,6 +1,6 @@
-"""Latte and Latte-Macchiato: latent attention, alone or with a sliding window inside.
+"""Latte-Macchiato: latent attention with a sliding window inside (paper, eq. 15-19).
 
-Paper, eq. 6-14 and 15-19. A converted model's layers are Latte-Macchiato too, with the projections
+A converted model's layers are Latte-Macchiato too, with the projections
 of their base (:mod:`latte.conversion.attention`). Shape suffixes: B batch, T tokens, N states (B,
 or packed sequences), E hidden size, H query heads, G key/value heads, K key width, D value width, L
 latents per head, n sinks.
@@ -26,96 +26,10 @@ from latte.ops import (
     Partition,
     Sinks,
     WindowState,
-    latte_attention,
     macchiato_attention,
     sliding_window_attention,
     window_log_mass,
 )
-from latte.ops.step import latte_step
-
-
-class LatteAttention(Mixer):
-    """``y_t = sum_l p(l|t) sum_{s<=t} p(s|l,t) v_s``, with q and k logits from ``latent_input``.
-
-    Args:
-        num_latents: Total number of latents over all heads. ``num_heads`` must divide it.
-        latent_input: Source of the q and k logits: ``"none"`` (x itself), ``"conv"`` or
-            ``"rglru"``. Values always come from x.
-        forgetting: Kind of forgetting, ``"none"``, ``"static"`` or ``"gated"``
-            (:class:`LatentLogits`; beyond the paper).
-    """
-
-    carries = ("latent",)
-    splits = True
-    stepped = ("latents",)
-    uses = ("num_latents", "latent_input", "forgetting")
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_latents: int,
-        *,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
-        latent_input: str = "none",
-        conv_kernel_size: int = 3,
-        rglru_decay_range: Sequence[float] = DECAY_RANGE,
-        rms_norm_eps: float = 1e-6,
-        forgetting: str = "none",
-        half_life_range: Sequence[float] = HALF_LIFE_RANGE,
-        causal: bool = True,
-    ) -> None:
-        super().__init__(hidden_size, num_heads, num_key_value_heads, head_dim, causal)
-        self.latents = LatentLogits(
-            hidden_size,
-            num_heads,
-            num_latents,
-            latent_input,
-            conv_kernel_size=conv_kernel_size,
-            rglru_decay_range=rglru_decay_range,
-            rms_norm_eps=rms_norm_eps,
-            forgetting=forgetting,
-            half_life_range=half_life_range,
-            causal=causal,
-        )
-
-    @classmethod
-    def options(cls, config: Any) -> dict[str, Any]:
-        return super().options(config) | LatentLogits.options(config)
-
-    def mixing_flops(self, length: int) -> float:
-        """2 * 2 * L * D per head."""
-        return 4.0 * self.latents.k_proj.out_features * self.head_dim
-
-    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
-        q, k, log_decay, state = self.latents(x_BTE, state, context)
-        v = self._heads(self.v_proj(x_BTE), self.num_key_value_heads)
-        return Projected(v, state, q, k, log_decay=log_decay)
-
-    def _attend(
-        self, x_BTE: Tensor, projected: Projected, context: Context
-    ) -> tuple[Tensor, MixerState]:
-        out, latent = context.across(latte_attention)(
-            projected.latent_q,
-            projected.latent_k,
-            projected.v,
-            causal=self.causal,
-            key_mask=context.key_mask,
-            cu_seqlens=context.cu_seqlens,
-            initial_state=projected.state.latent,
-            output_final_state=context.output_final_state,
-            log_decay=projected.log_decay,
-        )
-        return out, projected.state._replace(latent=latent)
-
-    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        latent, real = state.latent, state.step_context.real
-        assert latent is not None
-        q, k, log_decay = self.latents.step(x_BE, state)
-        v = state.step_context.plan.linear_maps(x_BE, self.v_proj)[0]
-        v = v.view(len(x_BE), self.num_key_value_heads, -1)
-        return latte_step(q, k, v, latent.log_mass, latent.mean, real, log_decay=log_decay)
 
 
 class LatteMacchiato(Mixer):
@@ -133,7 +47,8 @@ class LatteMacchiato(Mixer):
             logit. None adds no bias; p(l=0) then starts near 1 / (L + 1).
         rope_theta: Base of the rotary encoding; None uses no positions.
         softcap: Cap of the local logits, which become ``softcap * tanh(logit / softcap)``.
-        forgetting: Kind of forgetting, as for :class:`LatteAttention`. The window does not forget.
+        forgetting: Kind of forgetting, as for :class:`latte.layers.LatteAttention`. The window
+            does not forget.
         num_sinks: Number of a sequence's first tokens that stay visible to the window (arXiv
             2309.17453). Queries see them no further away than the window's edge: their rotation
             towards them is that of position ``min(t, W + n - 1)``.

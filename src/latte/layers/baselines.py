@@ -80,7 +80,8 @@ class SlidingWindowAttention(Mixer):
         return self._local_flops(length)
 
     def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
-        return self.near(*self.input(x_BTE, state, context), context)
+        z_BTE, state = self.input(x_BTE, state, context)
+        return self.near(z_BTE, state, context)
 
     def _attend(
         self, x_BTE: Tensor, projected: Projected, context: Context

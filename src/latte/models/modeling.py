@@ -205,8 +205,8 @@ class LatteModel(LattePreTrainedModel):
             if config.position == "rope"
             else None
         )
-        sinks = config.num_sinks
-        self.sink_edge = config.sliding_window + sinks - 1 if sinks else None
+        window, sinks = config.sliding_window, config.num_sinks
+        self.sink_edge = window + sinks - 1 if window and sinks else None
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(
             self.block_class(config) for _ in range(config.num_hidden_layers)

@@ -427,9 +427,9 @@ def macchiato_attention(
         held[1] = oldest_alone(held[1])
     if forgotten is not None or len(latte_state) > 2:
         latte_state = LatteState(latte_state[0], latte_state[1], forgotten)
-    if initial_state is None or not hasattr(initial_state, "pending"):
-        return out, MacchiatoState(latte_state, *held)
     pending = held[1] if delay else None
+    if initial_state is None or not hasattr(initial_state, "pending"):
+        return out, MacchiatoState(latte_state, held[0], pending)
     return out, initial_state._replace(latent=latte_state, window=held[0], pending=pending)
 
 
