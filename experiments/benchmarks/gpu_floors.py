@@ -7,19 +7,17 @@ cycle by each quarter of a multiprocessor. Both are bounds: no kernel is faster,
     python -m experiments.benchmarks.gpu_floors [PART OF A NAME] [--cards 80 90 ...]
     python -m experiments.benchmarks.gpu_floors --write
 
-``--write`` makes the table of docs/kernels.md, an H100's, and ``gpu_floors.csv``, whose floors
-``gpu_ops`` puts beside its times.
+``--write`` makes ``gpu_floors.csv``, an H100's. ``gpu_ops`` puts its floors beside its times.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from experiments.benchmarks.gpu_ops import WIDTHS
-from experiments.benchmarks.records import FLOORS, ROOT, Row, replace_section, say, write_rows
+from experiments.benchmarks.records import FLOORS, Row, say, write_rows
 from tests.ops.triton_backend.launches import BF16, Case
 from tests.ops.triton_backend.machine_code import CARDS, analyse
 
@@ -50,7 +48,6 @@ TIMED |= {
     "conv": Case("convolved", BF16, "plain", D=2048, T=4096, taps=3),
 }
 H100 = 90
-PAGE = ROOT / "docs" / "kernels.md"
 SHOWN = ["case", "kernel", "warps", "stack", "KB", "blocks", "instructions", "bytes_us", "issue_us"]
 
 
@@ -68,9 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", nargs="?", default="", help="of a case's name")
     parser.add_argument("--cards", nargs="+", type=int, default=list(CARDS), choices=CARDS)
-    parser.add_argument(
-        "--write", action="store_true", help="into docs/kernels.md and its CSV file"
-    )
+    parser.add_argument("--write", action="store_true", help="the CSV file")
     args = parser.parse_args()
     if args.write and args.part:
         parser.error("--write is for all cases: expected no part of a name")
@@ -85,10 +80,6 @@ def main() -> None:
         say(f"\n{card.name} (sm_{capability})\n\n{table(rows)}")
     if args.write:
         write_rows(FLOORS, rows)
-        # The file has the others too: fewer latents, and wider values (more tiles of the same).
-        others = re.compile(r"(latte|macchiato), L = 16,|D = (128|256)$")
-        shown = [row for row in rows if not others.search(str(row["case"]))]
-        replace_section(PAGE, "machine code", table(shown))
 
 
 if __name__ == "__main__":
