@@ -14,6 +14,7 @@ from latte.ops import cpp_backend
 ROOT = Path(__file__).parents[1]
 SOURCES = Path(latte.__file__).parent
 MOST_FRAMES = 8
+MOST_CALLS = {"prefill": 100, "token": 45}  # of a layer
 
 
 def written(title):
@@ -75,3 +76,35 @@ def test_a_batch_to_the_kernel(model):
     ids = torch.zeros(2, 9, dtype=torch.long)
     found = walked("cpu_macchiato", lambda: model(ids, labels=ids))
     assert found == written("A batch, to the kernel") and len(found) <= MOST_FRAMES
+
+
+def own_calls(call):
+    """The number of Python calls into the package."""
+    count = 0
+
+    def look(frame, event, _):
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(str(SOURCES))
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_a_layer_makes_few_calls_of_our_own():
+    if cpp_backend.ABSENT is not None:
+        pytest.skip(cpp_backend.ABSENT)
+    model = LatteForCausalLM(preset_config("latte-r-swa++", "small")).eval()
+    ids, one = torch.ones(1, 200, dtype=torch.long), torch.ones(1, 1, dtype=torch.long)
+    with torch.inference_mode():
+        cache = model(ids, use_cache=True).past_key_values
+        for _ in range(2):
+            model(one, past_key_values=cache)
+        prefill = own_calls(lambda: model(ids, use_cache=True))
+        token = own_calls(lambda: model(one, past_key_values=cache))
+    layers = model.config.num_hidden_layers
+    assert prefill <= MOST_CALLS["prefill"] * layers and token <= MOST_CALLS["token"] * layers
