@@ -21,7 +21,6 @@ TOOLS = {"lab.results", "lab.progress", "lab.machine", "lab.malloc", "lab.comman
 TRAIN = LIBRARY | TOOLS | {"lab.data"}
 EVALUATE = TRAIN | {"lab.train"}
 MAY_IMPORT = {
-    "errors": set(),
     "ops": set(),
     "layers": {"ops"},
     "models": {"ops", "layers"},
@@ -43,8 +42,6 @@ MAY_IMPORT = {
     "cli": EVALUATE
     | {"lab.evaluate", "lab.compare", "lab.inspect", "lab.baselines", "lab.doctor", "serve"},
 }
-ROOMS = set(MAY_IMPORT)
-MAY_IMPORT["cli"] = ROOMS | {"cli"}
 # Third-party packages that only some rooms may touch, anywhere in a file.
 RESERVED = {
     "transformers": set(MAY_IMPORT) - {"ops", "layers", "lab.machine", "cli"},

@@ -53,7 +53,7 @@ def test_what_fails_is_said_and_stops_nothing(monkeypatch, capsys):
 
     monkeypatch.setattr(torch.cuda, "is_available", broken)
     monkeypatch.setenv("LATTE_BACKEND", "nonsense")
-    monkeypatch.setattr("latte.ops.backend._default", "nonsense")
+    monkeypatch.setattr("latte.ops.backend.default", "nonsense")
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "error  RuntimeError: no driver at all" in out and "\nthreads\n" in out

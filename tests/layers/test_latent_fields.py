@@ -18,6 +18,7 @@ from latte.layers.latent_fields import (
     ConversionOptions,
     ConvertedFields,
     LatentFields,
+    PartitionFields,
     default_in_words,
     flag,
     options_of,
@@ -38,9 +39,9 @@ DEFAULTS = {
     "rglru_decay_range": ((0.9, 0.999),) * 3,
     "forgetting": ("none",) * 3,
     "half_life_range": ((4.0, 512.0),) * 3,
-    "num_sinks": ("", 0, 4),
-    "delay_latents": ("", False, True),
-    "joint_softmax": ("", False, True),
+    "num_sinks": (0, 0, 4),
+    "delay_latents": (False, False, True),
+    "joint_softmax": (False, False, True),
     "kept_window": ("", None, None),
 }
 
@@ -65,7 +66,7 @@ def test_each_is_declared_once():
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_defaults(name):
     own, converted, new = DEFAULTS[name]
-    if name in {each.name for each in fields(LatentFields)}:
+    if name in {each.name for each in fields(PartitionFields)}:
         assert getattr(LatteConfig(), name) == own
     else:
         assert not hasattr(LatteConfig(), name)
@@ -133,7 +134,7 @@ def test_pages_have_the_meaning(page, kind):
 )
 def test_every_configuration_checks_an_option_alike(field, value, message):
     kinds = [CONFIGS["llama"], CONFIGS["gemma3_text"]]
-    if field in {each.name for each in fields(LatentFields)}:
+    if field in {each.name for each in fields(PartitionFields)}:
         kinds.append(LatteConfig)
     for kind in kinds:
         with pytest.raises(LatteError, match=f"^{kind.__name__}: {message}") as caught:

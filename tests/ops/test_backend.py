@@ -79,7 +79,7 @@ def test_the_equations_stand_alone():
 
 
 def test_the_default_serves_ops_whose_caller_names_none(calls, monkeypatch):
-    monkeypatch.setattr("latte.ops.backend._default", None)  # and back to it, whatever was named
+    monkeypatch.setattr("latte.ops.backend.default", None)  # and back to it, whatever was named
     q, k, v = latte_inputs(T=9)
     assert default_backend() == NATIVE
     with use_backend("reference"):
@@ -96,7 +96,7 @@ def test_the_default_serves_ops_whose_caller_names_none(calls, monkeypatch):
 
 def test_the_default_is_what_serves(calls, monkeypatch):
     """With the library, without it, and on tensors that it does not serve."""
-    monkeypatch.setattr("latte.ops.backend._default", None)
+    monkeypatch.setattr("latte.ops.backend.default", None)
     x = torch.zeros(1, 4, 2)
     for absent in (cpp_backend.ABSENT, "it is not there"):
         monkeypatch.setattr(cpp_backend, "ABSENT", absent)

@@ -54,13 +54,15 @@ from latte.ops.tensors import Sequences
 BACKENDS = ("reference", "torch", "cpu", "triton")
 
 
-class Named(threading.local):
-    """The default that was named, if any: of a thread, or else of the process (the class's)."""
+class _Named(threading.local):
+    """The default of a thread. Plain values, which torch.compile can guard on."""
 
-    backend: str | None = os.environ.get("LATTE_BACKEND")
+    backend: str | None = None
 
 
-named = Named()
+# None: no default was named.
+default: str | None = os.environ.get("LATTE_BACKEND")  # of the process
+here = _Named()
 _watched: set[str] | None = None  # see `watch_choices`
 
 
@@ -86,10 +88,11 @@ def named_backend() -> str | None:
     Raises:
         ValueError: ``LATTE_BACKEND`` is not the name of a backend.
     """
-    backend = named.backend
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"LATTE_BACKEND must be one of {BACKENDS}, got {backend!r}")
-    return backend
+    if here.backend is not None:
+        return here.backend
+    if default is not None and default not in BACKENDS:
+        raise ValueError(f"LATTE_BACKEND must be one of {BACKENDS}, got {default!r}")
+    return default
 
 
 def set_default_backend(backend: str) -> None:
@@ -98,7 +101,8 @@ def set_default_backend(backend: str) -> None:
     Raises:
         ValueError: There is no such backend.
     """
-    Named.backend = _known(backend)
+    global default
+    default = _known(backend)
 
 
 @contextmanager
@@ -112,19 +116,17 @@ def use_backend(backend: str, *, everywhere: bool = False) -> Iterator[None]:
     Raises:
         ValueError: There is no such backend.
     """
-    own, process = vars(named).get("backend"), Named.backend
-    named.backend = _known(backend)
+    global default
+    before = here.backend, default
+    here.backend = _known(backend)
     if everywhere:
-        Named.backend = backend
+        default = backend
     try:
         yield
     finally:
-        if own is None:
-            del named.backend
-        else:
-            named.backend = own
+        here.backend = before[0]
         if everywhere:
-            Named.backend = process
+            default = before[1]
 
 
 def _known(backend: str) -> str:
@@ -172,11 +174,11 @@ def choose(
     """
     chosen, can_serve = backend, False
     if chosen is None:
-        default = named_backend()
-        chosen = "torch" if default is None or default not in serves else default
-        if default is None and step and device.type == "cuda" and refusal() is None:
+        named = named_backend()
+        chosen = "torch" if named is None or named not in serves else named
+        if named is None and step and device.type == "cuda" and refusal() is None:
             chosen, can_serve = "triton", True
-        elif default is None and "cpu" in serves and cpp_backend.serves(*inputs):
+        elif named is None and "cpu" in serves and cpp_backend.serves(*inputs):
             chosen, can_serve = "cpu", True
     elif chosen not in BACKENDS:
         raise ValueError(f"{op}: backend must be None or one of {tuple(serves)}, got {backend!r}")
@@ -206,10 +208,10 @@ def steps_in_place(device_type: str, compiled: bool) -> bool:
     They do not if the reference or Triton backend was named. On a GPU they do only if the step is
     compiled; if not, Triton's step kernel needs fewer launches.
     """
-    default = named_backend()
-    if default is None:
+    named = named_backend()
+    if named is None:
         return compiled or device_type != "cuda"
-    return default not in ("reference", "triton")
+    return named not in ("reference", "triton")
 
 
 def is_step(inputs: tuple[Any, ...], sequences: Sequences) -> bool:

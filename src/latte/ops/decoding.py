@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from latte.ops import cpp_backend
-from latte.ops.backend import named
+from latte.ops import backend, cpp_backend
 
 MOST_ROWS = 8  # of x: with more, matrix products pay
 PLAIN = (Tensor, nn.Parameter)  # not quantised, sharded, or whatever else a tensor may stand for
@@ -38,7 +37,7 @@ def serves(x: Tensor, most_rows: int = MOST_ROWS) -> bool:
 
 def takes(x: Tensor) -> bool:
     """The kernels take tensors like x, and no other backend was named."""
-    if named.backend not in (None, "cpu"):
+    if (backend.here.backend or backend.default) not in (None, "cpu"):
         return False
     if x.dtype not in DTYPES or type(x) is not Tensor or not x.is_cpu:
         return False

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from latte.ops import backend as backends
 from latte.ops import cpp_backend, decoding, reference
-from latte.ops.backend import named, named_backend
+from latte.ops.backend import named_backend
 from latte.ops.cpp_backend import pointwise as cpp_pointwise
 from latte.ops.tensors import on_cpu
 from latte.ops.torch_backend import pointwise as torch_pointwise
@@ -112,7 +113,7 @@ def _native(x: Tensor) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    if named.backend not in (None, "cpu"):
+    if (backends.here.backend or backends.default) not in (None, "cpu"):
         return False
     return cpp_backend.ABSENT is None or cpp_backend.ready()
 

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import cpp_backend
-from latte.ops.backend import named
+from latte.ops import backend, cpp_backend
 from latte.ops.tensors import computation_dtype, number
 from latte.ops.torch_backend.recurrence import GATE_STRENGTH
 
@@ -305,7 +304,7 @@ def _native(state: Tensor | None, first: Tensor, *others: Tensor) -> bool:
     for x in others:
         if x.dtype != dtype:
             return False
-    if named.backend not in (None, "cpu"):
+    if (backend.here.backend or backend.default) not in (None, "cpu"):
         return False
     if state is not None and state.dtype != computation_dtype(dtype):
         return False

@@ -21,8 +21,8 @@ from latte.models.registry import register_mixer, register_preset
 class Doubled(LatteAttention):
     """Latte's output twice over."""
 
-    def _attend(self, projected, piece):
-        y, state = super()._attend(projected, piece)
+    def _attend(self, x, projected, context):
+        y, state = super()._attend(x, projected, context)
         return 2 * y, state
 
 register_mixer("doubled", Doubled)

@@ -138,7 +138,7 @@ def silent_fallback(monkeypatch):
     monkeypatch.setattr(cpp_backend, "ABSENT", "the native kernels are not built; this: x")
     monkeypatch.setattr(cpp_backend, "WARNS", True)
     monkeypatch.setattr(notices, "_given", set())
-    monkeypatch.setattr("latte.ops.backend._default", None)
+    monkeypatch.setattr("latte.ops.backend.default", None)
 
 
 def said(call):

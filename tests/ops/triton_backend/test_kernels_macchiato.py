@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from latte.ops import LatteState, macchiato_attention
+from latte.ops import LatteState, WindowState, macchiato_attention
 from latte.ops.triton_backend import segments
 from latte.ops.triton_backend.macchiato import macchiato_op
 from tests.ops.helpers import assert_same, key_mask, macchiato_inputs
@@ -74,7 +74,8 @@ def test_what_cannot_be_served_is_told():
     many = [torch.zeros(1, 4, 1, L, device=DEVICE) for L in (301, 300, 6, 6, 5)]
     refused("not available for L=300, D=5: expected L from 1 to 256", *many)
     refused("bidirectional window has no state", *inputs, causal=False, output_final_state=True)
-    state = (LatteState.empty(2, 2, 3, 5, device=DEVICE), None)
+    kept = WindowState.empty(inputs[3], inputs[4], 4)
+    state = (LatteState.empty(2, 2, 3, 5, device=DEVICE), kept)
     refused(r"initial_state.log_mass must have shape \(1, 2, 3\)", *inputs, initial_state=state)
 
 
