@@ -86,7 +86,7 @@ def test_full_recipes_are_table_8(task):
 @pytest.mark.parametrize(("page", "count"), [("lra", 4), ("mqar", 3)])
 def test_documented_commands_could_be_typed(page, count):
     module = importlib.import_module(f"experiments.{page}.recipe")
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    text = (ROOT / "experiments/results" / f"{page}.md").read_text(encoding="utf-8")
     commands = [shlex.split(line) for line in re.findall(r"^\$ (.*)$", text, re.M)]
     commands = [words for words in commands if words[:3] == ["python", "-m", f"experiments.{page}"]]
     assert len(commands) >= count
