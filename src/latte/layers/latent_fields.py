@@ -2,7 +2,8 @@
 
 ``LatteConfig``, the configurations of converted models, :func:`latte.conversion.convert`, the
 section `conversion` of recipes, ``latte convert`` and the tables of the reference pages take them
-from here. A class that needs another default says so with :func:`with_default`. Torch is never imported.
+from here. A class that needs another default says so with :func:`with_default`. Torch is never
+imported.
 """
 
 from __future__ import annotations
