@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from latte.layers import Mixer, MixerState, Piece, Projected
+from latte.layers import Context, Mixer, MixerState, Projected
 from latte.layers.checks import check_positive
 from latte.models.registry import register_mixer, register_preset
 
@@ -76,23 +76,24 @@ class ExponentialAverage(Mixer):
         halves_N = 2.0 ** torch.linspace(low, high, self.theta.shape[1])
         return {"theta": torch.logit(0.5 ** (1.0 / halves_N)).expand_as(self.theta).clone()}
 
-    def _project(self, piece: Piece) -> Projected:
+    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         """The values, the averages after each token (``extra``), and the state after the last."""
-        v = self._heads(self.v_proj(piece.x), self.num_key_value_heads)
+        v = self._heads(self.v_proj(x_BTE), self.num_key_value_heads)
         v = v.repeat_interleave(self.num_heads // self.num_key_value_heads, 2)
         wide = v.to(torch.promote_types(v.dtype, torch.float32))
-        if piece.cu_seqlens is None:
-            averages, last = self._average(wide, piece.real, piece.state.own)
+        real = context.real(x_BTE)
+        if context.cu_seqlens is None:
+            averages, last = self._average(wide, real, state.own)
         else:
-            bounds = piece.cu_seqlens.tolist()
+            bounds = context.cu_seqlens.tolist()
             rows, lasts = [], []
             for n, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-                own = None if piece.state.own is None else piece.state.own[n : n + 1]
-                row, last = self._average(wide[:, start:stop], piece.real[:, start:stop], own)
+                own = None if state.own is None else state.own[n : n + 1]
+                row, last = self._average(wide[:, start:stop], real[:, start:stop], own)
                 rows.append(row)
                 lasts.append(last)
             averages, last = torch.cat(rows, 1), torch.cat(lasts)
-        return Projected(v, after=MixerState(own=last), extra=averages)
+        return Projected(v, state._replace(own=last), extra=averages)
 
     def _average(
         self, v_BTHD: Tensor, real_BT: Tensor, own_BHND: Tensor | None
@@ -118,11 +119,13 @@ class ExponentialAverage(Mixer):
             own_BHND = h[:, -1]
         return torch.cat(found, 1), own_BHND
 
-    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
+    def _attend(
+        self, x_BTE: Tensor, projected: Projected, context: Context
+    ) -> tuple[Tensor, MixerState]:
         averages = projected.extra
-        p_BTHN = self._heads(self.q_proj(piece.x), self.num_heads).to(averages.dtype).softmax(-1)
+        p_BTHN = self._heads(self.q_proj(x_BTE), self.num_heads).to(averages.dtype).softmax(-1)
         out_BTHD = torch.einsum("bthn,bthnd->bthd", p_BTHN, averages)
-        return out_BTHD.to(projected.v.dtype), MixerState()
+        return out_BTHD.to(projected.v.dtype), projected.state
 
 
 register_mixer("exponential_average", ExponentialAverage)

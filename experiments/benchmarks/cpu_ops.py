@@ -49,7 +49,7 @@ from experiments.benchmarks.records import MODES, Goal, OpCall, Row, ratio, say,
 from latte.lab import machine
 from latte.lab.evaluate.benchmark import Settings, benchmark
 from latte.lab.evaluate.benchmark_ops import MeasuredOp, op_table
-from latte.ops import Sinks, causal_conv1d
+from latte.ops import Partition, Sinks, causal_conv1d
 
 H, L, D = 8, 32, 64
 WINDOW, SINKS, TAPS = 128, 4, 4
@@ -93,7 +93,7 @@ def make_sides(T: int) -> dict[str, OpCall]:
         mask = torch.ones(1, SINKS, dtype=torch.bool)
         keys, values = (x[:, :SINKS] for x in tensors[3:5])
         sinks = Sinks(tensors[5], keys, values, mask)
-        return macchiato(*tensors[:5], sinks=sinks, delay=True)
+        return macchiato(*tensors[:5], partition=Partition(sinks, delay=True))
 
     bounds = torch.tensor([0, T - T // 16, T], dtype=torch.int32)
     latte, mixture = of_table("latte"), of_table("macchiato")

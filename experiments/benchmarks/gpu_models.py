@@ -44,7 +44,7 @@ from experiments.benchmarks.records import Goal, Row, Table, ratio, say, select
 from latte.lab import machine
 from latte.lab.machine import Times
 from latte.lab.train.speed import compile_blocks
-from latte.layers.state import map_tensors
+from latte.layers.rollback import map_tensors
 from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.ops import use_backend
 

@@ -54,6 +54,7 @@ from latte.lab import machine
 from latte.lab.evaluate.benchmark_ops import MeasuredOp
 from latte.lab.machine import Times
 from latte.ops import (
+    Partition,
     Sinks,
     causal_conv1d,
     latte_attention,
@@ -377,15 +378,17 @@ def converted_point(at: gpu.Place, T: int) -> Point:
 
     def side(*parts: str, case: str = "") -> OpCall:
         options: dict[str, Any] = {"window": WINDOW, "backend": at.backend}
-        options |= {"delay": "delay" in parts, "joint": "joint" in parts}
+        partition = Partition(None, "delay" in parts, "joint" in parts)
         op = ours(macchiato_attention, **options)
 
         def with_sinks(*xs: Tensor) -> Tensor:
             *near, far_q, keys, values = xs
-            return op(*near, sinks=Sinks(far_q, keys, values, mask))
+            sinks = Sinks(far_q, keys, values, mask)
+            return op(*near, partition=partition._replace(sinks=sinks))
 
         if "sinks" in parts:
             return OpCall(with_sinks, inputs + far, dy, case)
+        op = ours(macchiato_attention, partition=partition, **options)
         return OpCall(op, inputs, dy, case)
 
     sides = {CONVERTED: side(*ALONE.values(), case=f"converted, L = {L}, D = {D}"), BASE: side()}

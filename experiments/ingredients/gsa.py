@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from latte.layers import Mixer, MixerState, Piece, Projected, RMSNorm
+from latte.layers import Context, Mixer, MixerState, Projected, RMSNorm
 from latte.layers.checks import check_multiple, check_positive
 from latte.layers.parts import in_chunks
 from latte.ops.tensors import full_precision
@@ -184,18 +184,18 @@ class GatedSlotAttention(Mixer):
         """2 * 2 * M * (K + D) per head: a write and a read of each slot."""
         return 4.0 * self.num_slots * (self.head_dim + self.value_dim)
 
-    def _project(self, piece: Piece) -> Projected:
+    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         """q, k (B, T, H, K), v and the log-decay, in at least fp32, for all query heads."""
         maps = self.q_proj, self.k_proj, self.v_proj
-        q, k, v = (project(piece.x) for project in maps)
+        q, k, v = (project(x_BTE) for project in maps)
         wide = torch.promote_types(q.dtype, torch.float32)
         q = self._heads(q.to(wide), self.num_heads)
         q, k = self._features(q, self._heads(k.to(wide), self.num_key_value_heads))
         v = F.silu(self._heads(v.to(wide), self.num_key_value_heads))
         # Padding keeps what the slots hold.
-        decay = self._log_decay(piece.x, wide).masked_fill(~piece.real[..., None, None], 0.0)
+        decay = self._log_decay(x_BTE, wide).masked_fill(~context.real(x_BTE)[..., None, None], 0.0)
         k, v, decay = (self._shared(x) for x in (k, v, decay))
-        return Projected(v, log_decay=decay, features=(q, k))
+        return Projected(v, state, log_decay=decay, features=(q, k))
 
     def _features(self, q_BTHK: Tensor, k_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """The queries and keys that slots are read and written by."""
@@ -210,20 +210,18 @@ class GatedSlotAttention(Mixer):
         """The part of each query head, (B, T, H, W), from that of the key/value heads."""
         return heads_BTGW.repeat_interleave(self.num_heads // self.num_key_value_heads, 2)
 
-    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
+    def _attend(
+        self, x_BTE: Tensor, projected: Projected, context: Context
+    ) -> tuple[Tensor, MixerState]:
         assert projected.features is not None and projected.log_decay is not None
         parts = [*projected.features, projected.v, projected.log_decay]
-        lengths = [] if piece.cu_seqlens is None else piece.cu_seqlens.diff().tolist()
+        lengths = [] if context.cu_seqlens is None else context.cu_seqlens.diff().tolist()
         if lengths:  # a row for each sequence, whose padding has log-decay 0
             parts = [pad_sequence(x[0].split(lengths), batch_first=True) for x in parts]
         q, k, v, log_decay = parts
-        out_BTHD, slots = gated_slots(q, k, v, log_decay, piece.state.own)
+        out_BTHD, slots = gated_slots(q, k, v, log_decay, projected.state.own)
         if lengths:
             pairs = zip(out_BTHD, lengths, strict=True)
             out_BTHD = torch.cat([row[:length] for row, length in pairs])[None]
-        out = self.output_norm(F.silu(out_BTHD).flatten(-2).to(piece.x.dtype))
-        return self._heads(out, self.num_heads), MixerState(own=slots)
-
-    def _end(self, projected: Projected, after: MixerState, piece: Piece) -> MixerState | None:
-        own = projected.after._replace(own=after.own)
-        return super()._end(projected._replace(after=own), after, piece)
+        out = self.output_norm(F.silu(out_BTHD).flatten(-2).to(x_BTE.dtype))
+        return self._heads(out, self.num_heads), projected.state._replace(own=slots)

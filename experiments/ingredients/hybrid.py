@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers import RGLRU, CausalConv1d, Mixer, MixerState, Piece, Projected
+from latte.layers import RGLRU, CausalConv1d, Context, Mixer, MixerState, Projected
 from latte.layers.recurrent import DECAY_RANGE
 
 TAPS = 4  # of Griffin's convolution
@@ -56,14 +56,16 @@ class RecurrentBlock(Mixer):
             "causal": config.is_causal,
         }
 
-    def _project(self, piece: Piece) -> Projected:
-        v, state = self.v_proj(piece.x), piece.state
-        shared = piece.key_mask, piece.cu_seqlens
-        mixed, tail = self.short_conv(v, *shared, state.short_conv, piece.output_final_state)
-        h, last = self.rglru(mixed, *shared, state.rglru, piece.output_final_state)
-        after = MixerState(short_conv=tail, rglru=last)
-        return Projected(self._heads(v, self.num_heads), after=after, extra=h)
+    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
+        v, carry = self.v_proj(x_BTE), context.output_final_state
+        shared = context.key_mask, context.cu_seqlens
+        mixed, tail = self.short_conv(v, *shared, state.short_conv, carry)
+        h, last = self.rglru(mixed, *shared, state.rglru, carry)
+        state = state._replace(short_conv=tail, rglru=last)
+        return Projected(self._heads(v, self.num_heads), state, extra=h)
 
-    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
-        out_BTE = projected.extra * F.gelu(self.gate_proj(piece.x), approximate="tanh")
-        return self._heads(out_BTE, self.num_heads), MixerState()
+    def _attend(
+        self, x_BTE: Tensor, projected: Projected, context: Context
+    ) -> tuple[Tensor, MixerState]:
+        out_BTE = projected.extra * F.gelu(self.gate_proj(x_BTE), approximate="tanh")
+        return self._heads(out_BTE, self.num_heads), projected.state

@@ -15,10 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.layers import CausalConv1d, GatedMacchiato, LatteMacchiato, Piece, Projected, RMSNorm
+from latte.layers import (
+    CausalConv1d,
+    Context,
+    GatedMacchiato,
+    LatteMacchiato,
+    MixerState,
+    Projected,
+    RMSNorm,
+)
 from latte.layers.checks import check_choice
-from latte.layers.mixer import MixingLogits
-from latte.ops import window_log_mass
+from latte.ops import LatteState
 
 SHORT_CONVS = ("none", "v", "qkv")
 # The key logit of a token at a latent that it does not write. Beside any other logit its weight is
@@ -105,31 +112,28 @@ class TrialMixer(GatedMacchiato):
         own["value_dim"] = config.value_dim or config.width_per_head
         return super().options(config) | own
 
-    def _project(self, piece: Piece) -> Projected:
-        latent_q, latent_k, log_decay, inputs = self.latents(piece)
-        q, k, v = (project(piece.x) for project in (self.q_proj, self.k_proj, self.v_proj))
-        after = inputs.after
+    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
+        projected = super()._project(x_BTE, state, context)
+        latent_k = self._written(projected.latent_k)
+        projected = projected._replace(latent_k=latent_k)
+        if not self.one_softmax:
+            return projected
+        latents = log_mass(latent_k, projected.log_decay, state.latent, context)
+        mass = torch.cat([self.window_mass(projected, context)[..., None], latents], -1)
+        return projected._replace(latent_q=projected.latent_q + mass.to(projected.latent_q.dtype))
+
+    def near(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
+        """The window's queries and keys, normed and rotated, and the values."""
+        q, k, v = (project(x_BTE) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.convolved != "none":
             maps = [q, k, v] if self.convolved == "qkv" else [v]
-            mixed, last = self._convolved(maps, piece)
+            mixed, state = self._convolved(maps, state, context)
             q, k, v = (q, k, v)[: 3 - len(maps)] + tuple(mixed)
-            after = after._replace(short_conv=last)
-        local, latent_k = self._near(q, k, piece), self._written(latent_k)
-        if self.one_softmax:
-            window = self._window_log_mass(*local, piece)
-            mass = torch.cat([window, log_mass(latent_k, log_decay, piece)], -1)
-            latent_q = latent_q + mass.to(latent_q.dtype)
-        logits = MixingLogits(latent_q, latent_k, *local)
-        v_BTGD = self._heads(v, self.num_key_value_heads)
-        return Projected(v_BTGD, logits, log_decay, after=after)
-
-    def _near(self, q: Tensor, k: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-        """The window's queries (B, T, H, K) and keys (B, T, G, K), normed and rotated."""
-        q_BTHK = self._heads(q, self.num_heads)
-        k_BTGK = self._heads(k, self.num_key_value_heads)
+        G = self.num_key_value_heads
+        q_BTHK, k_BTGK = self._heads(q, self.num_heads), self._heads(k, G)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
-        return self._rotated(q_BTHK, k_BTGK, piece)
+        return self._rotated(q_BTHK, k_BTGK, self._heads(v, G), state, context)
 
     def _written(self, latent_k_BTHL: Tensor) -> Tensor:
         """The key logits, with NOT_WRITTEN but at a token's largest ones."""
@@ -143,13 +147,6 @@ class TrialMixer(GatedMacchiato):
         lost = torch.ones_like(latent_k_BTHL, dtype=torch.bool).scatter(-1, chosen, False)
         return latent_k_BTHL.masked_fill(lost, NOT_WRITTEN)
 
-    def _window_log_mass(self, q_BTHK: Tensor, k_BTGK: Tensor, piece: Piece) -> Tensor:
-        """The logsumexp of the window's logits at each token, (B, T, H, 1)."""
-        options: Any = {"window": self.window, "softcap": self.softcap}
-        options |= {"key_mask": piece.key_mask, "cu_seqlens": piece.cu_seqlens}
-        before = piece.state.window
-        return window_log_mass(q_BTHK, k_BTGK, initial_state=before, **options)[..., None]
-
     def _output(self, mixture: Tensor, v: Tensor, x: Tensor) -> Tensor:
         if self.skip is not None:
             heads = self.num_heads // self.num_key_value_heads
@@ -161,19 +158,22 @@ class TrialMixer(GatedMacchiato):
         return mixture
 
 
-def log_mass(k_BTHL: Tensor, log_decay_BTHL: Tensor | None, piece: Piece) -> Tensor:
+def log_mass(
+    k_BTHL: Tensor, log_decay_BTHL: Tensor | None, earlier: LatteState | None, context: Context
+) -> Tensor:
     """The log-mass of each latent after each token, (B, T, H, L), at least fp32."""
     k_BTHL = k_BTHL.to(torch.promote_types(k_BTHL.dtype, torch.float32))
     decay = torch.zeros_like(k_BTHL) if log_decay_BTHL is None else log_decay_BTHL
-    unreal = ~piece.real[..., None, None]
+    unreal = ~context.real(k_BTHL)[..., None, None]
     k_BTHL, decay = k_BTHL.masked_fill(unreal, NOT_WRITTEN), decay.masked_fill(unreal, 0.0)
-    lengths = [k_BTHL.shape[1]] if piece.cu_seqlens is None else piece.cu_seqlens.diff().tolist()
+    bounds = context.cu_seqlens
+    lengths = [k_BTHL.shape[1]] if bounds is None else bounds.diff().tolist()
     found = []
     for k, g in zip(k_BTHL.split(lengths, 1), decay.split(lengths, 1), strict=True):
         total = g.cumsum(1)
         found.append(total + (k - total).logcumsumexp(1))
-        if piece.state.latent is not None:
-            found[-1] = torch.logaddexp(found[-1], piece.state.latent.log_mass[:, None] + total)
+        if earlier is not None:
+            found[-1] = torch.logaddexp(found[-1], earlier.log_mass[:, None] + total)
     return torch.cat(found, 1)
 
 

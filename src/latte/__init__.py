@@ -6,13 +6,14 @@ Auto classes know Latte's models.
 
 from __future__ import annotations
 
+import sys as _sys
 from typing import TYPE_CHECKING
 
 from latte.conversion.bases import BASES as _BASES
 from latte.errors import LatteError
 from latte.models import auto as _auto
 from latte.models.registry import register_provider as _register_provider
-from latte.ops.lazy import lazy_names
+from latte.ops.lazy import RenamedModules, lazy_names
 
 if TYPE_CHECKING:
     from latte import (
@@ -79,7 +80,11 @@ _MODULES = (
 )
 __getattr__, __dir__ = lazy_names(__name__, __all__, _MODULES)
 
-# Comparators are looked up there, the first time that an unknown name is used.
+_sys.meta_path.insert(
+    0, RenamedModules({f"latte.{x}": f"latte.lab.{x}" for x in ("data", "evaluate")})
+)
+
+# Baselines are looked up there, the first time that an unknown name is used.
 _register_provider("latte.lab.baselines")
 
 # Model types and the packages of their classes, for Transformers' Auto classes.

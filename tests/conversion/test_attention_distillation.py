@@ -1,22 +1,16 @@
-"""The teacher is the base, its in-window mass is the closed form, and the latents learn from it.
-
-The losses inside the layers reach a block's output, in order, and stay what they are.
-"""
+"""The teacher is the base, its in-window mass is the closed form, and the latents learn from it."""
 
 import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from latte.conversion.attention import Projections
-from latte.conversion.attention_distillation import Teacher, base_attention, carry, run_teacher
-from latte.layers import Piece
+from latte.conversion.attention_distillation import Teacher, base_attention, run_teacher
+from latte.layers import Context, Projected
 from tests.conversion.bases import NAMES, WINDOW, base_logits, converted, tokens
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
-PLAIN = Piece(torch.empty(2, 17, 0))
+PLAIN = Context()
 
 
 def random_local(layer, tokens_, batch=2, groups=2):
@@ -26,7 +20,7 @@ def random_local(layer, tokens_, batch=2, groups=2):
         shape = (batch, tokens_, heads, layer.head_dim)
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    return Projections(draw(layer.num_heads), draw(groups), draw(groups))
+    return Projected(q=draw(layer.num_heads), k=draw(groups), v=draw(groups))
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -156,7 +150,7 @@ def test_latents_learn_each_layer_on_its_own():
     assert last_mass < 0.5 * first_mass
 
 
-# --- losses on the way of the hidden states -------------------------------------------------
+# --- the backward pass of the layers' losses -------------------------------------------------
 
 LAYERS = 4
 
@@ -173,22 +167,6 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_values_and_gradients_pass_as_they_are():
-    previous = torch.randn(2, 3, 5, requires_grad=True)
-    x, loss = torch.randn(2, 3, 5), torch.tensor(2.0, requires_grad=True)
-    arrived = []
-    previous.register_hook(arrived.append)
-    out, carried = carry(previous, x, loss)
-    assert torch.equal(out, x) and out.requires_grad
-    assert out.data_ptr() == x.data_ptr() and not out._is_view()  # no copy; FSDP2 minds views
-    assert torch.equal(carried, loss)
-    (carried * 3).backward(inputs=[loss, previous])
-    assert loss.grad == 3
-    (zero,) = arrived
-    assert zero.shape == previous.shape and not zero.any()
-    assert zero.untyped_storage().nbytes() == 4  # one number, expanded
-
-
 def test_gradients_are_those_of_the_sum_of_losses():
     model = latents_alone()
     teacher = run_teacher(model, input_ids=tokens(20))
@@ -203,7 +181,7 @@ def test_gradients_are_those_of_the_sum_of_losses():
 
 
 def test_nothing_of_the_base_is_kept_for_the_backward_pass():
-    """The hidden states carry a gradient, and yet no feed-forward network is differentiated."""
+    """No feed-forward network is differentiated."""
     model, shapes = latents_alone(), []
     width = model.config.intermediate_size
 
@@ -215,32 +193,6 @@ def test_nothing_of_the_base_is_kept_for_the_backward_pass():
         teacher = run_teacher(model, input_ids=tokens(20))
     assert teacher.loss().requires_grad and shapes
     assert not [shape for shape in shapes if width in shape[-1:]]
-
-
-@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (0, 3), (1, 2)])
-def test_the_last_layer_is_first_and_one_ends_before_the_next(layers):
-    model, seen = latents_alone(converted_layers=layers), []
-
-    def watch(layer, _, out):  # as FSDP2 does
-        index = layer.self_attn.layer_idx
-        if out.requires_grad:
-            out.register_hook(lambda _: seen.append(("begin", index)))
-
-    for index, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(watch)
-        for parameter in layer.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda _, i=index: seen.append(("gradient", i))
-                )
-    run_teacher(model, input_ids=tokens(20)).loss().backward()
-    order = [index for _, index in seen]
-    assert order == sorted(order, reverse=True)
-    begun = [index for what, index in seen if what == "begin"]
-    assert begun == list(range(LAYERS - 1, layers[0] - 1, -1))
-    for index in layers:  # a layer's output is reached before the layer's gradients
-        first, *rest = [what for what, i in seen if i == index]
-        assert first == "begin" and rest and set(rest) == {"gradient"}
 
 
 @pytest.mark.parametrize(
@@ -263,48 +215,3 @@ def test_checkpointing_and_accumulation_change_no_gradient(option):
     assert set(found) == set(expected) == {n for n, _ in plain.named_parameters() if ".lat" in n}
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-15)
-
-
-@pytest.fixture
-def one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("layers", [range(LAYERS), (0, 3)])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_fully_sharded_blocks_are_gathered_in_turn(checkpointing, layers, one_process):
-    """FSDP2's own hooks, on one process: a block's weights are there when its losses need them."""
-    from latte.lab.train.trainer import shard
-
-    option = {"converted_layers": tuple(layers)}
-    plain, sharded = latents_alone(**option), latents_alone(**option)
-    if checkpointing:
-        sharded.gradient_checkpointing_enable()
-    shard(sharded, torch.device("cpu"))
-    assert all(isinstance(p, DTensor) for p in sharded.parameters())
-    blocks = sharded.model.layers
-    gathered = []
-    for seed in (0, 1):  # twice: gradients add up
-        ids = tokens(20, seed=seed)
-        run_teacher(plain, input_ids=ids).loss().backward()
-        teacher = run_teacher(sharded, input_ids=ids)
-        for output in teacher.output:
-            output.register_hook(
-                lambda _: gathered.append(
-                    [not isinstance(each.self_attn.o_proj.weight, DTensor) for each in blocks]
-                )
-            )
-        teacher.loss().backward()
-    assert len(gathered) == 2 * len(layers)
-    for turn, there in enumerate(gathered):
-        own = layers[len(layers) - 1 - turn % len(layers)]
-        assert there[own]
-        others = [index for index, here in enumerate(there) if here and index != own]
-        assert others in ([], [own - 1])  # at most the next one, which FSDP2 gathers ahead
-    assert all(isinstance(p, DTensor) for p in sharded.parameters())
-    expected, found = gradients(plain), gradients(sharded)
-    assert set(found) == set(expected)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name].full_tensor(), gradient, rtol=1e-12, atol=1e-15)

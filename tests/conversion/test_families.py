@@ -124,7 +124,7 @@ def test_only_latents_are_new(family):
 def test_the_window_starts_at_the_probability_asked_for(latent_input):
     from transformers import set_seed
 
-    from latte.layers.latent_input import window_share
+    from latte.layers.latents import window_share
 
     set_seed(0)
     kind, language_model = type(converted("llama").config), FAMILIES["llama"][1]

@@ -19,7 +19,7 @@ from latte.conversion.landmarks import (
     turned,
 )
 from latte.lab.data.tokenizers import byte_tokenizer
-from latte.layers.latent_input import window_share
+from latte.layers.latents import window_share
 from tests.conversion.bases import NAMES, WINDOW, base, converted, tokens
 
 
@@ -74,11 +74,10 @@ def test_the_window_begins_with_the_mass_that_it_has_in_the_base(family, joint):
     survey, shares = Survey(), {}
 
     class Watch(Survey):
-        def __call__(self, layer, local, piece):
-            logits, _, _ = layer.logits(local, piece)
-            mixture = layer.mixture(logits, local, piece)
+        def __call__(self, layer, x, near, context):
+            mixture = layer.mixture(layer.with_logits(x, near, context), context)
             shares[layer.layer_idx] = window_share(mixture)[:, layer.window :: 4]
-            return super().__call__(layer, local, piece)
+            return super().__call__(layer, x, near, context)
 
     watch(model, Watch(), input_ids=rows[0])
     watch(model, survey, input_ids=rows[0])

@@ -8,6 +8,7 @@ import torch
 
 from latte.errors import LatteError
 from latte.models import LatteCache
+from latte.ops.state import with_all_values
 from tests.conversion.bases import NAMES, converted, tokens
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -103,7 +104,7 @@ def test_pending_tokens_share_their_values_with_the_window():
             state = layer.state
             assert state.pending.values.shape[1] == 1 < state.pending.keys.shape[1]
             if older:
-                whole = state.unread
+                whole = with_all_values(state.pending, state.window)
                 assert whole.values.shape[1] == state.pending.keys.shape[1]
                 layer.update(state._replace(pending=whole), 0)
         logits.append(model(ids[:, 13:], past_key_values=cache).logits)

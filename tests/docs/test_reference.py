@@ -14,7 +14,7 @@ import pytest
 import latte
 from latte.conversion.config import CONFIGS
 from latte.conversion.modeling import FAMILIES
-from latte.layers.latent_fields import LatentFields
+from latte.layers.latent_fields import PartitionFields
 from latte.models import PRESETS, SIZES, LatteConfig, count_parameters, preset_config
 from latte.ops.backend import BACKENDS
 
@@ -102,12 +102,13 @@ def test_sizes_are_those_of_the_code(read):
 def test_config_fields_and_defaults(read):
     tables = [t for t in read("docs/reference/models.md").tables() if "field" in t[0]]
     documented = {row["field"].strip("`"): row["default"] for rows in tables for row in rows}
+    options = {field.name for field in dataclasses.fields(PartitionFields)}
     own = {
         field.name: str(field.default)
         if not isinstance(field.default, str)
         else f"'{field.default}'"
         for field in dataclasses.fields(LatteConfig)
-        if field.name in {*LatteConfig.__annotations__, *LatentFields.__annotations__}
+        if field.name in options | set(LatteConfig.__annotations__)
     }
     assert documented == own
 

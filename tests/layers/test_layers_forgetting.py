@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from latte.layers import LatteAttention, LatteMacchiato
-from latte.layers.latent_input import LatentLogits
+from latte.layers.latents import LatentLogits
+from latte.layers.mixer import EMPTY, Context
 
 
 def half_lives(layer):
@@ -27,11 +28,11 @@ def test_half_lives_start_evenly_in_their_logarithms(kind, forgetting):
 def test_without_gates_all_tokens_forget_alike_and_gates_read_the_latent_input():
     x = torch.randn(1, 9, 16)
     layer = LatteMacchiato(16, 2, 8, latent_input="conv", forgetting="gated", window=4)
-    projected = layer._project(layer._piece(x))
+    projected = layer._begin(x)[0]
     assert torch.equal(projected.log_decay[:, 0], projected.log_decay[:, 5])  # weights start at 0
     torch.nn.init.normal_(layer.latents.decay_proj.weight)
-    projected = layer._project(layer._piece(x))
-    z = layer.latents.input(layer._piece(x)).z
+    projected = layer._begin(x)[0]
+    z, _ = layer.latents.input(x, EMPTY, Context())
     rate = layer.latents.decay_bias + layer.latents.decay_proj(z)
     torch.testing.assert_close(projected.log_decay, -F.softplus(rate).unflatten(-1, (2, 4)))
     out, _ = layer(x)
@@ -52,7 +53,7 @@ def test_rates_of_forgetting_are_fp32_under_autocast():
     layer = LatteAttention(16, 2, 8, forgetting="gated")
     x = torch.randn(1, 9, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        assert layer._project(layer._piece(x)).log_decay.dtype == torch.float32
+        assert layer._begin(x)[0].log_decay.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

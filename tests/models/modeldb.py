@@ -157,6 +157,12 @@ ROWS = [
     Row(preset, functools.partial(made, preset), grows=preset == "transformer++")
     for preset in (*PRESETS, "latte-r-swa-f++", "latte-conv-swa-f++", "latte-gated")
 ]
+DIVIDED = {"num_sinks": 3, "delay_latents": True, "joint_softmax": True}
+ROWS += [
+    Row("latte-r-swa++: sinks", functools.partial(made, "latte-r-swa++", **SINKS)),
+    Row("latte-conv-swa-f++: divided", functools.partial(made, "latte-conv-swa-f++", **DIVIDED)),
+    Row("latte-gated: divided", functools.partial(made, "latte-gated", **DIVIDED)),
+]
 ROWS += [conversion(*names) for names in CONVERSIONS]
 BY_NAME = {row.name: row for row in ROWS}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import CompileConfig, GenerationConfig
 
-from latte.layers.state import map_tensors
+from latte.layers.rollback import map_tensors
 from latte.models import PRESETS, LatteCache, load_state, save_state
 from latte.models.cache import tensors_in
 from latte.ops import cpp_backend, use_backend

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from latte.layers import LatteAttention, LatteMacchiato, StepContext, StepState
+from latte.layers import Context, LatteAttention, LatteMacchiato, StepContext, StepState
 from latte.models import PRESETS, LatteCache, LatteForCausalLM, preset_config
 from latte.models.inputs import DecoderInputs
 from latte.ops import cpp_backend, use_backend
@@ -53,10 +53,11 @@ def test_mixers_and_blocks_step_by_themselves(build, preset):
     x = torch.randn(2, 9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     room = 16 if block.mixer.grows else None
     with torch.no_grad():
-        mixed, (hidden, _, _) = block.mixer(x)[0], block(x)
+        mixed, (hidden, _, _) = block.mixer(x)[0], block(x, Context.of(x))
+        start = Context.of(x[:, :5], output_final_state=True)
         states = []
         for state in (block.mixer(x[:, :5], output_final_state=True)[1],
-                      block(x[:, :5], output_final_state=True)[1]):  # fmt: skip
+                      block(x[:, :5], start)[1]):  # fmt: skip
             step_context = StepContext(state.position.clone(), torch.zeros((), dtype=torch.long))
             step_context.length = None if room is None else 5
             states.append(StepState.of(state, step_context, room=room, masked=False))

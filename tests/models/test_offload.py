@@ -7,7 +7,7 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.utils import send_to_device
 
-from latte.layers.state import MixerState
+from latte.layers.mixer import MixerState
 from latte.models import LatteCache
 from latte.models.cache import tensors_in
 from latte.ops import LatteState

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from experiments.benchmarks.gpu_common import Place, forget, options, place, reason, stop_if_broken
 from experiments.benchmarks.records import read_rows, say
+from latte.ops import Partition
 from tests.ops.opdb import OPS, VALUES, Bench, Failed, leaves, lift, map_state
 from tests.ops.opdb import judge as judge_all
 
@@ -279,7 +280,7 @@ def checks_of(at: Place, name: str, dtype: torch.dtype) -> Iterator[tuple[str, C
         yield "mask, states", lambda: agrees(b, "reference", 2, T, **going_on(b, T))
     if name == "converted":
         for one in ("sinks alone", "sinks and late latents", "sinks and joint softmax"):
-            row = replace(op, options={"delay": "late" in one, "joint": "joint" in one})
+            row = replace(op, options={"partition": Partition(None, "late" in one, "joint" in one)})
             yield one, lambda row=row: agrees(b._replace(op=row), "reference", 2, T)
     if op.averages:
         yield "extreme logits", lambda: agrees(b, "reference", 1, T // 2, scale=1e4)

@@ -24,6 +24,8 @@ from torch.nn import functional as F
 from latte.ops import (
     LatteState,
     LinearState,
+    MacchiatoState,
+    Partition,
     Sinks,
     WindowState,
     causal_conv1d,
@@ -98,6 +100,11 @@ class Op:
         """Whether there is a softmax over near keys."""
         return "BTGK" in self.inputs.values()
 
+    @property
+    def delayed(self) -> bool:
+        """Whether latents read a source when it leaves the window."""
+        return self.options.get("partition", Partition()).delay
+
 
 def one_number(name: str, shape: str, normal: Normal, sizes: Sizes) -> Tensor:
     """An input of this name: what is special about it beside its shape."""
@@ -147,22 +154,24 @@ def full_state(normal: Normal, N: int, s: Sizes) -> WindowState:
 
 
 def macchiato_state(normal: Normal, N: int, s: Sizes) -> Any:
-    return latte_state(normal, N, s), window_state(normal, N, s)
+    return MacchiatoState(latte_state(normal, N, s), window_state(normal, N, s))
 
 
 def forgetting_macchiato_state(normal: Normal, N: int, s: Sizes) -> Any:
-    return forgetting_state(normal, N, s), window_state(normal, N, s)
+    return MacchiatoState(forgetting_state(normal, N, s), window_state(normal, N, s))
 
 
 def delayed_state(normal: Normal, N: int, s: Sizes) -> Any:
     """Latents, of which one sequence's are all empty; tail; and what they have not read yet."""
-    latents, tail = macchiato_state(normal, N, s)
+    latents, tail, _ = macchiato_state(normal, N, s)
     latents.log_mass[-1], latents.mean[-1] = -torch.inf, 0.0
-    return latents, tail, tail_of(normal, N, s["W"], s, "HL")
+    pending = tail_of(normal, N, s["W"], s, "HL")
+    slots = torch.cat([pending.mask[:, :1], tail.mask], 1)
+    return MacchiatoState(latents, tail, WindowState(pending.keys, pending.values[:, :1], slots))
 
 
 def forgetting_delayed_state(normal: Normal, N: int, s: Sizes) -> Any:
-    return forgetting_state(normal, N, s), *delayed_state(normal, N, s)[1:]
+    return delayed_state(normal, N, s)._replace(latent=forgetting_state(normal, N, s))
 
 
 def after_some(state: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,7 +239,8 @@ def with_sinks(op: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
         state, position = initial_state or (None, None)
         there = ~sink_k.isnan().flatten(2).any(2)
         sinks = Sinks(sink_q, sink_k, sink_v, there, position)
-        out, state = op(sinks=sinks, initial_state=state, **options)
+        partition = options.pop("partition", Partition())._replace(sinks=sinks)
+        out, state = op(partition=partition, initial_state=state, **options)
         if state is None:
             return out, None
         mask, cu = options.get("key_mask"), options.get("cu_seqlens")
@@ -291,14 +301,14 @@ OPS: dict[str, Op] = {
         MACCHIATO,
         delayed_state,
         latent_keys="latent_k",
-        options={"delay": True},
+        options={"partition": Partition(delay=True)},
     ),
     "delayed-forgetting": Op(
         sinks_macchiato,
         MACCHIATO | {"log_decay": "HL"} | SINKS,
         after_some(forgetting_delayed_state),
         latent_keys="latent_k",
-        options={"delay": True},
+        options={"partition": Partition(delay=True)},
     ),
     "joint": Op(
         macchiato_attention,
@@ -306,7 +316,7 @@ OPS: dict[str, Op] = {
         macchiato_state,
         packed_states=False,
         latent_keys="latent_k",
-        options={"joint": True},
+        options={"partition": Partition(joint=True)},
     ),
     "converted": Op(
         sinks_macchiato,
@@ -314,7 +324,7 @@ OPS: dict[str, Op] = {
         after_some(delayed_state),
         packed_states=False,
         latent_keys="latent_k",
-        options={"delay": True, "joint": True},
+        options={"partition": Partition(delay=True, joint=True)},
     ),
     "window": Op(sliding_window_attention, WINDOW, window_state, kernel_length=70),
     "window-bidirectional": Op(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from latte.ops import (
+    Partition,
     Sinks,
     WindowState,
     macchiato_attention,
@@ -59,8 +60,9 @@ def by_loops(latent_q, latent_k, q, k, v, sinks=None, softcap=None):
 def test_values_and_gradients_are_those_of_the_equation(softcap, with_sinks):
     own = [x.requires_grad_() for x in inputs()]
     sinks = sinks_of(*own[3:]) if with_sinks else None
-    options = {"window": W, "delay": True, "joint": True, "softcap": softcap}
-    out, _ = macchiato_attention(*own, sinks=sinks, backend="reference", **options)
+    partition = Partition(sinks, delay=True, joint=True)
+    options = {"window": W, "partition": partition, "softcap": softcap}
+    out, _ = macchiato_attention(*own, backend="reference", **options)
     expected = by_loops(*own, sinks, softcap)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     weight = randn(*out.shape, seed=5).double()
@@ -74,7 +76,7 @@ def test_half_precision_keeps_the_mixture():
     """The window's mass is large; the distribution over states must not lose its digits."""
     latent_q, latent_k, q, k, v = inputs(5)
     q = q * 6  # a log-mass of some tens
-    options = {"window": W, "joint": True}
+    options = {"window": W, "partition": Partition(joint=True)}
     half = [x.bfloat16() for x in (latent_q, latent_k, q, k, v)]
     exact, _ = macchiato_attention(*(x.double() for x in half), **options)
     fp32, _ = macchiato_attention(*(x.float() for x in half), **options)
@@ -90,7 +92,7 @@ def test_a_window_far_above_the_latents_takes_all(backend):
     half = [x.half() for x in inputs()]
     half[2], half[3] = 1e3 * half[2].abs(), 1e3 * half[3].abs()
     options = {"window": W, "backend": backend}
-    out, _ = macchiato_attention(*half, joint=True, **options)
+    out, _ = macchiato_attention(*half, partition=Partition(joint=True), **options)
     alone, _ = sliding_window_attention(*half[2:], **options)
     torch.testing.assert_close(out, alone)
 
@@ -113,18 +115,18 @@ def test_the_log_mass_takes_a_state_and_sinks_that_fit():
     with pytest.raises(ValueError, match="initial_state must be a tuple"):
         window_log_mass(q, k, window=4, initial_state="x")
     sinks = Sinks(q, k[:, :2], v[:, :2], torch.ones(2, 2, dtype=torch.bool))
-    window_log_mass(q, k, window=4, sinks=sinks)
+    window_log_mass(q, k, window=4, partition=Partition(sinks))
     with pytest.raises(ValueError, match="sinks.q must have shape"):
-        window_log_mass(q, k, window=4, sinks=sinks._replace(q=q[:, :3]))
+        window_log_mass(q, k, window=4, partition=Partition(sinks._replace(q=q[:, :3])))
 
 
 def test_what_does_not_go_together_is_said():
     own = inputs()
     with pytest.raises(ValueError, match="joint needs causal=True, got False"):
-        macchiato_attention(*own, joint=True, causal=False)
+        macchiato_attention(*own, partition=Partition(joint=True), causal=False)
     one = [x[:1] for x in own]
     bounds = torch.tensor([0, T], dtype=torch.int32)
-    options = {"window": W, "joint": True}
+    options = {"window": W, "partition": Partition(joint=True)}
     _, state = macchiato_attention(*one, output_final_state=True, **options)
     with pytest.raises(ValueError, match="joint takes cu_seqlens or initial_state, got both"):
         macchiato_attention(*one, cu_seqlens=bounds, initial_state=state, **options)

@@ -247,7 +247,7 @@ def test_extreme_logits(bench, kind):
 
 @over(
     {"torch": [F32], "cpu": [F32]},
-    only=lambda op: op.latent_keys and "log_decay" in op.inputs and not op.options.get("delay"),
+    only=lambda op: op.latent_keys and "log_decay" in op.inputs and not op.delayed,
 )
 def test_gradients_of_decays_with_extreme_logits(bench):
     """They err as sums over tokens of the other gradients do, in ulps of the largest of these.
@@ -282,9 +282,9 @@ def check_extreme(bench: Bench, kind: str) -> None:
         assert_same(exact.results(high), exact.judge().results(high))
 
 
-@over({"torch": [F64], "cpu": [F64]})
+@over({"reference": [F64], "torch": [F64], "cpu": [F64]})
 def test_gradients_by_differences(bench):
-    """Of outputs and states, to all inputs and states."""
+    """Of outputs and states, to all inputs and states; gradients of gradients too, or an error."""
     sized = bench.sized(H=2, G=1, L=2, K=3, D=2, E=2, W=3, n=2)
     sized = sized._replace(op=without_edges(bench.op))
     carried = bench.op.state is not None
@@ -297,7 +297,10 @@ def test_gradients_by_differences(bench):
         return leaves(sized.call(xs[:count], start, output_final_state=carried))
 
     assert torch.autograd.gradcheck(fn, mine, fast_mode=True)
-    assert torch.autograd.gradgradcheck(fn, mine, fast_mode=True)
+    try:
+        assert torch.autograd.gradgradcheck(fn, mine, fast_mode=True)
+    except NotImplementedError as refusal:
+        assert "has no second derivatives" in str(refusal) and bench.backend != "reference"
 
 
 def finite(state: Any) -> list[torch.Tensor]:

@@ -104,7 +104,10 @@ def test_strides_do_not_matter(name, backend):
 def test_gradients_of_every_order(name, backend):
     leaves = [x.requires_grad_() for x in inputs(name, 2, 3, 4)]
     assert torch.autograd.gradcheck(call(name, backend), leaves)
-    assert torch.autograd.gradgradcheck(call(name, backend), leaves)
+    try:
+        assert torch.autograd.gradgradcheck(call(name, backend), leaves)
+    except NotImplementedError as refusal:
+        assert "has no second derivatives" in str(refusal) and backend != "reference"
 
 
 @BACKENDS

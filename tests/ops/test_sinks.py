@@ -8,7 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from latte.ops import Sinks, cpp_backend, macchiato_attention, sliding_window_attention
+from latte.ops import (
+    Partition,
+    Sinks,
+    cpp_backend,
+    macchiato_attention,
+    sliding_window_attention,
+)
 from latte.ops.torch_backend import macchiato as torch_macchiato
 from latte.ops.torch_backend.window import window_op as torch_window_op
 from tests.ops.helpers import (
@@ -43,7 +49,8 @@ def mix(inputs, sink_q, kept, position=None, **options):
     """Both branches, delayed, with sinks that are all there."""
     mask = torch.ones(kept[0].shape[:2], dtype=torch.bool)
     sinks = Sinks(sink_q, *kept, mask, position)
-    return macchiato_attention(*inputs, window=W, sinks=sinks, delay=True, **options)
+    partition = Partition(sinks, delay=True)
+    return macchiato_attention(*inputs, window=W, partition=partition, **options)
 
 
 @pytest.mark.parametrize("decay", [None, "static"])
@@ -108,36 +115,38 @@ def test_what_does_not_fit_is_one_clear_line():
     inputs, sink_q, kept = sequence(9)
     mask = torch.ones(2, 2, dtype=torch.bool)
     sinks = Sinks(sink_q, *kept, mask)
+    late = Partition(delay=True)
     cases = [
-        ("sinks must be a tuple (q, keys, values, mask, position)", {"sinks": kept}),
-        ("sinks.q must have shape (B=2, T=9", {"sinks": sinks._replace(q=sink_q[:, 1:])}),
-        ("sinks.keys must have shape (N=2", {"sinks": sinks._replace(keys=kept[0][:1])}),
-        ("sinks.mask must be bool", {"sinks": sinks._replace(mask=mask.long())}),
-        ("sinks.position must be int64", {"sinks": sinks._replace(position=torch.zeros(2))}),
-        ("sinks.q must have the dtype of q", {"sinks": sinks._replace(q=sink_q.float())}),
-        ("sinks need causal=True", {"sinks": sinks, "causal": False}),
-        ("delay needs causal=True", {"delay": True, "causal": False}),
-        ("as delay=True makes it", {"delay": True, "initial_state": (None, None)}),
+        ("sinks must be a tuple (q, keys, values, mask, position)", Partition(kept)),
+        ("sinks.q must have shape (B=2, T=9", Partition(sinks._replace(q=sink_q[:, 1:]))),
+        ("sinks.keys must have shape (N=2", Partition(sinks._replace(keys=kept[0][:1]))),
+        ("sinks.mask must be bool", Partition(sinks._replace(mask=mask.long()))),
+        ("sinks.position must be int64", Partition(sinks._replace(position=torch.zeros(2)))),
+        ("sinks.q must have the dtype of q", Partition(sinks._replace(q=sink_q.float()))),
+        ("sinks need causal=True", Partition(sinks), {"causal": False}),
+        ("delay needs causal=True", late, {"causal": False}),
+        ("as delay=True makes it", late, {"initial_state": (None, None)}),
     ]
-    for message, options in cases:
+    for message, partition, *options in cases:
         with pytest.raises(ValueError) as error:
-            macchiato_attention(*inputs, window=W, **options)
+            macchiato_attention(*inputs, window=W, partition=partition, **dict(*options))
         assert message in str(error.value)
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="sinks need a window"):
-        sliding_window_attention(*inputs[2:], window=None, sinks=sinks)
+        sliding_window_attention(*inputs[2:], window=None, partition=Partition(sinks))
 
 
 def test_no_sinks_are_none():
     inputs, sink_q, kept = sequence(9)
     none = Sinks(sink_q, *(x[:, :0] for x in kept), torch.ones(2, 0, dtype=torch.bool))
     plain, _ = sliding_window_attention(*inputs[2:], window=W)
-    assert torch.equal(sliding_window_attention(*inputs[2:], window=W, sinks=none)[0], plain)
+    again, _ = sliding_window_attention(*inputs[2:], window=W, partition=Partition(none))
+    assert torch.equal(again, plain)
     empty = [x[:, :0] for x in inputs]
     sinks = Sinks(sink_q[:, :0], *kept, torch.ones(2, 2, dtype=torch.bool))
     out, state = macchiato_attention(
-        *empty, window=W, sinks=sinks, delay=True, output_final_state=True
+        *empty, window=W, partition=Partition(sinks, delay=True), output_final_state=True
     )
-    assert out.shape == (2, 0, 4, 5) and not state[2].mask.any()
+    assert out.shape == (2, 0, 4, 5) and not state.pending.mask.any()
     again, _ = mix(inputs, sink_q, kept, initial_state=state)
     assert_same([again], [mix(inputs, sink_q, kept)[0]], 1e-12)

@@ -301,7 +301,7 @@ def mistakes(rank: int, processes: int) -> str:
 
     note("nested", nested)
     left = [model._forward_pre_hooks, model.model._forward_pre_hooks, model._forward_hooks]
-    assert not any(left) and model.model.earlier is None
+    assert not any(left) and model.model.shards is None
     assert all(not p._backward_hooks for p in model.parameters())
     return json.dumps(found)
 

@@ -34,16 +34,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.conversion.attention import MacchiatoAttention, Projections
+from latte.conversion.attention import MacchiatoAttention
 from latte.conversion.attention_distillation import (
     SAMPLE_EVERY,
-    Watcher,
     base_output,
     sampled_masses,
     watch,
 )
 from latte.errors import LatteError
-from latte.layers.state import Piece
+from latte.layers import Context, Projected
 from latte.models.hub import quiet_transformers
 
 SHARPNESS = 4.0  # beta: logit of a query of mean length in the direction of a cluster
@@ -68,23 +67,25 @@ class Sample(NamedTuple):
     near: Tensor
 
 
-class Survey(Watcher):
+class Survey:
     """Collects the samples of every converted layer while the base runs."""
 
     def __init__(self) -> None:
         self.samples: dict[int, list[Sample]] = {}
 
-    def __call__(self, layer: MacchiatoAttention, local: Projections, piece: Piece) -> Tensor:
+    def __call__(
+        self, layer: MacchiatoAttention, x_BTE: Tensor, near: Projected, context: Context
+    ) -> Tensor:
         """The base's output of a layer, (B, T, E)."""
-        T = piece.x.shape[1]
+        T = x_BTE.shape[1]
         first = layer.window if T > layer.window + SAMPLE_EVERY else 0
-        places = torch.arange(first, T, SAMPLE_EVERY, device=piece.x.device)
-        mass, near = sampled_masses(layer, local, piece, places)
-        x_BSE = piece.x[:, places]
+        places = torch.arange(first, T, SAMPLE_EVERY, device=x_BTE.device)
+        mass, log_near = sampled_masses(layer, near, places)
+        x_BSE = x_BTE[:, places]
         q_BSHK, _, _ = layer.heads(x_BSE)
-        found = (x.flatten(0, 1).float().cpu() for x in (x_BSE, q_BSHK, mass, near))
+        found = (x.flatten(0, 1).float().cpu() for x in (x_BSE, q_BSHK, mass, log_near))
         self.samples.setdefault(layer.layer_idx, []).append(Sample(*found))
-        return base_output(layer, local, piece)
+        return base_output(layer, near, context)
 
 
 def rotary_mean(model: Any, layer: MacchiatoAttention, length: int) -> tuple[Tensor, Tensor]:

@@ -17,13 +17,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
 from latte.conversion import step
-from latte.conversion.attention import MacchiatoAttention, Tokens
-from latte.conversion.attention_distillation import HOOKS, hook_layer
+from latte.conversion.attention import MacchiatoAttention
 from latte.conversion.bases import BASES
 from latte.conversion.config import CONFIGS
 from latte.conversion.step import Table
 from latte.errors import LatteError
-from latte.layers import MixerState, RMSNorm
+from latte.layers import RMSNorm
 from latte.layers.plan import StepPlan
 from latte.layers.step import run_layers
 from latte.models.cache import LatteCache
@@ -68,14 +67,13 @@ class MacchiatoDecoder(MacchiatoPreTrained):
     softcap_field: str | None = None  # the field of the config with the attention's soft cap
     masks_by_kind = False  # whether the base takes a dict of masks, one per kind of layer
     rotary_by_kind = False  # whether it has one rotary embedding per kind of layer
-    earlier: MixerState | None = None  # the state before the tokens, set by latte.parallel
+    shards: Any = None  # the processes that hold the tokens before, set by latte.parallel
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         softcap = None if self.softcap_field is None else getattr(config, self.softcap_field)
         for layer in self.layers:  # type: ignore[attr-defined]
             layer.self_attn = MacchiatoAttention(layer.self_attn, config, softcap)
-            hook_layer(layer)
         # A conversion can be loaded as a hybrid, with fewer converted layers than it has.
         kept = [i for i in range(config.num_hidden_layers) if not config.is_converted(i)]
         names = [rf"layers\.{i}\.self_attn{re.escape(NEW_WEIGHTS)}" for i in kept]
@@ -147,7 +145,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
                 attention_mask=mask,
                 position_ids=position_ids,
                 use_cache=cache is not None,
-                tokens=Tokens(inputs.key_mask, inputs.cu_seq_lens, sinks, inputs.earlier),
+                context=inputs.context(sinks),
                 **{CACHE_NAME: cache},
                 **kwargs,
             )
@@ -164,7 +162,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         """What a step of the layers as they are now calls and reads."""
         model: Any = self
         parts = [step.parts_of(layer) for layer in model.layers]
-        return StepPlan(parts, [model.norm], step.LAYERS, HOOKS)
+        return StepPlan(parts, [model.norm], step.LAYERS)
 
     @property
     def mixers(self) -> list[Any]:

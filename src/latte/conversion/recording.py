@@ -24,10 +24,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from latte.conversion.attention import MacchiatoAttention, Projections, Tokens, with_mass
+from latte.conversion.attention import MacchiatoAttention
 from latte.conversion.attention_distillation import (
     SAMPLE_EVERY,
-    Watcher,
     base_output,
     mass_divergence,
     relative_error,
@@ -36,20 +35,24 @@ from latte.conversion.attention_distillation import (
 )
 from latte.conversion.sources import late_latents
 from latte.conversion.step import rotary_tables
-from latte.layers.latent_input import window_odds
-from latte.layers.state import Piece
+from latte.layers.attention import with_mass
+from latte.layers.latents import window_odds
+from latte.layers.mixer import EMPTY, Context, Projected
+from latte.layers.parts import Rotary
 
 
-class Recorder(Watcher):
+class Recorder:
     """Collects the input of every converted layer while the base runs."""
 
     def __init__(self) -> None:
         self.inputs: dict[int, Tensor] = {}
 
-    def __call__(self, layer: MacchiatoAttention, local: Projections, piece: Piece) -> Tensor:
+    def __call__(
+        self, layer: MacchiatoAttention, x_BTE: Tensor, near: Projected, context: Context
+    ) -> Tensor:
         """The base's output of a layer, (B, T, E)."""
-        self.inputs[layer.layer_idx] = piece.x
-        return base_output(layer, local, piece)
+        self.inputs[layer.layer_idx] = x_BTE
+        return base_output(layer, near, context)
 
 
 def record(
@@ -170,13 +173,12 @@ class LayerFit:
         positions = torch.arange(T, device=device)[None]
         edge = layer.window + layer.num_sinks - 1
         table, sink_table = rotary_tables(self.rotary, x, positions, [edge])
-        sinks = {layer.table: sink_table} if layer.num_sinks else None
-        local = layer.project(x, table, Tokens(None, None, sinks))
-        piece = Piece(x)
-        near, _ = layer.window_branch(local, piece)
+        context = Context(rotary=Rotary(*table, sink_table if layer.num_sinks else None))
+        local = layer.near(x, EMPTY, context)
+        near, _ = layer.window_branch(local, context)
         first = layer.window if T > layer.window else 0
         places = torch.arange(first, T, SAMPLE_EVERY, device=device)
-        mass, _ = sampled_masses(layer, local, piece, places)
+        mass, _ = sampled_masses(layer, local, places)
 
         def half(each: Tensor) -> Tensor:
             return each[0].to(torch.bfloat16)
@@ -185,8 +187,8 @@ class LayerFit:
             x=half(x),
             v=half(local.v),
             near=half(near),
-            target=half(base_output(layer, local, piece)),
-            log_mass=layer.window_log_mass(local, piece)[0],
+            target=half(base_output(layer, local, context)),
+            log_mass=layer.window_mass(local, context)[0],
             mass=mass[0],
             places=places,
         )
@@ -195,12 +197,11 @@ class LayerFit:
         """The output's relative error and the mass's divergence of one row."""
         layer = self.layer
         x, v, near, target = (each[None].float() for each in row[:4])
-        piece = Piece(x)
-        logits, log_decay, _ = layer.logits(Projections(near, near, v), piece)
+        context = Context()
+        projected = layer.with_logits(x, Projected(v), context)
         late = layer.window if layer.delay_latents else None
-        far, _ = late_latents(logits, log_decay, v, piece, late)
-        latent_q = logits.latent_q
-        assert latent_q is not None
+        far, _ = late_latents(projected, context, late)
+        latent_q, real = projected.latent_q, context.real(x)
         if layer.joint_softmax:
             latent_q = with_mass(latent_q, row.log_mass[None])
         share = torch.sigmoid(window_odds(latent_q))[..., None]
@@ -208,8 +209,8 @@ class LayerFit:
             begun = torch.arange(x.shape[1], device=x.device)[:, None, None] >= late
             share = torch.where(begun, share, 1.0)
         out = layer.o_proj((share * near + (1 - share) * far).flatten(-2))
-        mass = mass_divergence(latent_q[:, row.places], row.mass[None], piece.real[:, row.places])
-        return relative_error(out, target, piece.real), mass
+        mass = mass_divergence(latent_q[:, row.places], row.mass[None], real[:, row.places])
+        return relative_error(out, target, real), mass
 
     @torch.no_grad()
     def score(self, step: int) -> FitErrors:
@@ -217,7 +218,7 @@ class LayerFit:
         window = []
         for row in self.held_out:
             alone = self.layer.o_proj(row.near[None].float().flatten(-2))
-            real = Piece(row.x[None]).real
+            real = Context().real(row.x[None])
             window.append(relative_error(alone, row.target[None].float(), real).item())
         errors = [[float(error) for error in self.errors(row)] for row in self.held_out]
         output, mass = (sum(each) / len(errors) for each in zip(*errors, strict=True))

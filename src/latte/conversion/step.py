@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -27,13 +27,6 @@ from latte.ops.widened import widened
 
 # What a layer's rotation depends on: its kind, and the width of its window.
 Table = tuple[str | None, int]
-
-
-class Rotations(NamedTuple):
-    """The rotary tables of a step: for queries and keys, and for queries towards the sinks."""
-
-    local: Rotary
-    sinks: Rotary | None = None
 
 
 def _of_bases(name: str) -> dict[str, type[nn.Module]]:
@@ -113,7 +106,7 @@ def tables_of(
     return found
 
 
-def rotations_of(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[Table, Rotations]:
+def rotations_of(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[Table, Rotary]:
     """The rotary tables of a step."""
     wide = computation_dtype(x_BE.dtype)
 
@@ -123,7 +116,7 @@ def rotations_of(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[Table
         return of_single_tokens(Rotary(*halves))
 
     tables = tables_of(decoder, x_BE[:, None], position_ids, single)
-    return {key: Rotations(*own) for key, own in tables.items()}
+    return {key: own[0]._replace(sinks=own[1] if own[1:] else None) for key, own in tables.items()}
 
 
 class Head(nn.Linear):

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from latte.ops.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from latte.layers.attention import LatteAttention, LatteMacchiato
     from latte.layers.baselines import LinearAttention, SlidingWindowAttention, SoftmaxAttention
     from latte.layers.gated import GatedMacchiato
-    from latte.layers.latent_input import LatentInput, LatentLogits
-    from latte.layers.latte import LatteAttention, LatteMacchiato
-    from latte.layers.mixer import Mixer, MixingLogits, Projected
+    from latte.layers.latents import LatentInput, LatentLogits
+    from latte.layers.mixer import Context, Mixer, MixerState, Projected
     from latte.layers.parts import (
         GELUMLP,
         CausalConv1d,
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         SwiGLU,
     )
     from latte.layers.recurrent import RGLRU, BlockDiagonalLinear
-    from latte.layers.state import MixerState, Piece
     from latte.layers.step import StepContext, StepState
+    from latte.layers.weights import MixingLogits
 
 __all__ = [
     "GELUMLP",
@@ -32,6 +32,7 @@ __all__ = [
     "BlockDiagonalLinear",
     "CausalConv1d",
     "StepContext",
+    "Context",
     "GatedMacchiato",
     "LatentInput",
     "LatentLogits",
@@ -42,7 +43,6 @@ __all__ = [
     "Mixer",
     "MixerState",
     "MixingLogits",
-    "Piece",
     "Projected",
     "RMSNorm",
     "Rotary",
@@ -55,14 +55,14 @@ __all__ = [
 ]
 
 MODULES = (
+    "attention",
     "baselines",
     "gated",
-    "latent_input",
-    "latte",
+    "latents",
     "mixer",
     "parts",
     "recurrent",
-    "state",
     "step",
+    "weights",
 )
 __getattr__, __dir__ = lazy_names(__name__, __all__, MODULES)

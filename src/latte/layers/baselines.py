@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from latte.layers.checks import check_choice, check_multiple
-from latte.layers.latent_input import LatentInput
-from latte.layers.mixer import Mixer, MixingLogits, Projected
+from latte.layers.latents import LatentInput
+from latte.layers.mixer import Context, Mixer, MixerState, Projected
 from latte.layers.parts import Rotary
 from latte.layers.recurrent import DECAY_RANGE
-from latte.layers.state import MixerState, Piece
 from latte.layers.step import StepState
 from latte.ops import linear_attention, sliding_window_attention
 from latte.ops.api import FEATURE_MAPS
@@ -80,24 +79,25 @@ class SlidingWindowAttention(Mixer):
     def mixing_flops(self, length: int) -> float:
         return self._local_flops(length)
 
-    def _project(self, piece: Piece) -> Projected:
-        inputs = self.input(piece)
-        q, k = self._local(inputs.z, piece)
-        v = self._heads(self.v_proj(inputs.z), self.num_key_value_heads)
-        return Projected(v, MixingLogits(q=q, k=k), after=inputs.after)
+    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
+        return self.near(*self.input(x_BTE, state, context), context)
 
-    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
-        out, window = piece.across(sliding_window_attention)(
-            projected.logits.q,
-            projected.logits.k,
+    def _attend(
+        self, x_BTE: Tensor, projected: Projected, context: Context
+    ) -> tuple[Tensor, MixerState]:
+        out, window = context.across(sliding_window_attention)(
+            projected.q,
+            projected.k,
             projected.v,
             window=self.window,
             softcap=self.softcap,
             causal=self.causal,
-            initial_state=piece.state.window,
-            **piece.sequences,
+            key_mask=context.key_mask,
+            cu_seqlens=context.cu_seqlens,
+            initial_state=projected.state.window,
+            output_final_state=context.output_final_state,
         )
-        return out, MixerState(window=window)
+        return out, projected.state._replace(window=window)
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         z_BE = self.input.step(x_BE, state)
@@ -170,28 +170,32 @@ class LinearAttention(Mixer):
         """2 * 2 * F * D per head."""
         return 4.0 * self.k_proj.out_features * self.head_dim
 
-    def _project(self, piece: Piece) -> Projected:
+    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         """The features, in at least fp32 because they are summed over the sequence."""
         phi = FEATURE_MAPS[self.feature_map]
-        flat = (self.q_proj(piece.x), self.k_proj(piece.x))
+        flat = (self.q_proj(x_BTE), self.k_proj(x_BTE))
         wide = torch.promote_types(flat[0].dtype, torch.float32)
         q, k = (phi(self._heads(x.to(wide), self.num_heads)) for x in flat)
-        v = self._heads(self.v_proj(piece.x), self.num_key_value_heads)
+        v = self._heads(self.v_proj(x_BTE), self.num_key_value_heads)
         v = v.repeat_interleave(self.num_heads // self.num_key_value_heads, 2)
-        return Projected(v, features=(q, k))
+        return Projected(v, state, features=(q, k))
 
-    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
+    def _attend(
+        self, x_BTE: Tensor, projected: Projected, context: Context
+    ) -> tuple[Tensor, MixerState]:
         assert projected.features is not None
         q, k = projected.features
-        out, linear = piece.across(linear_attention)(
+        out, linear = context.across(linear_attention)(
             q,
             k,
             projected.v.to(k.dtype),
             causal=self.causal,
-            initial_state=piece.state.linear,
-            **piece.sequences,
+            key_mask=context.key_mask,
+            cu_seqlens=context.cu_seqlens,
+            initial_state=projected.state.linear,
+            output_final_state=context.output_final_state,
         )
-        return out.to(projected.v.dtype), MixerState(linear=linear)
+        return out.to(projected.v.dtype), projected.state._replace(linear=linear)
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         assert state.linear is not None
@@ -203,11 +207,11 @@ class LinearAttention(Mixer):
         wide_v = in_dtype(v, wide).repeat_interleave(self.num_heads // v.shape[1], 1)
         return in_dtype(linear_step(q, k, wide_v, *state.linear, state.step_context.real), v.dtype)
 
-    def _weights(self, projected: Projected, piece: Piece) -> Tensor:
+    def _weights(self, projected: Projected, context: Context) -> Tensor:
         """The weights from the positive features; there is no softmax."""
         assert projected.features is not None
         q, k = projected.features
-        sequences = Sequences(**self._visibility(piece))
+        sequences = Sequences(context.key_mask, context.cu_seqlens, self.causal)
         visible = visible_sources(q.shape[1], sequences, q.device)
         scores = torch.einsum("bthf,bshf->bhts", q, k).masked_fill(~visible[:, None], 0.0)
         total = scores.sum(-1, keepdim=True)

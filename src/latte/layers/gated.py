@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from latte.layers.attention import LatteMacchiato
 from latte.layers.checks import check_positive
-from latte.layers.latte import LatteMacchiato
-from latte.layers.mixer import MixingLogits, Projected
+from latte.layers.mixer import Context, MixerState, Projected
 from latte.layers.native import linear_maps
 from latte.layers.parts import CausalConv1d, RMSNorm, Rotary
-from latte.layers.state import MixerState, Piece
 from latte.layers.step import StepState
 
 
@@ -37,7 +36,7 @@ class GatedMacchiato(LatteMacchiato):
     """
 
     carries: ClassVar[tuple[str, ...]] = ("latent", "window", "short_conv")
-    splits = True
+    splits = LatteMacchiato.splits
     stepped = ("latents", "short_conv")
     uses = (*LatteMacchiato.uses, "value_dim", "short_conv_size")
     undecayed: tuple[str, ...] = ("skip",)
@@ -80,30 +79,36 @@ class GatedMacchiato(LatteMacchiato):
         latents = 4.0 * self.latents.k_proj.out_features * self.value_dim
         return latents + 2.0 * self.num_heads * (self.head_dim + self.value_dim) * seen
 
-    def _project(self, piece: Piece) -> Projected:
-        latent_q, latent_k, log_decay, inputs = self.latents(piece)
-        maps = [project(piece.x) for project in (self.q_proj, self.k_proj, self.v_proj)]
-        (q, k, v), tail = self._convolved(maps, piece)
-        H, G = self.num_heads, self.num_key_value_heads
-        local = self._rotated(self._heads(q, H), self._heads(k, G), piece)
-        return Projected(
-            self._heads(v, G),
-            MixingLogits(latent_q, latent_k, *local),
-            log_decay,
-            after=inputs.after._replace(short_conv=tail),
+    def near(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
+        H, G, maps = (
+            self.num_heads,
+            self.num_key_value_heads,
+            (self.q_proj, self.k_proj, self.v_proj),
         )
+        (q, k, v), state = self._convolved([linear(x_BTE) for linear in maps], state, context)
+        heads = self._heads(q, H), self._heads(k, G), self._heads(v, G)
+        return self._rotated(*heads, state, context)
 
     def _convolved(
-        self, maps: list[Tensor], piece: Piece
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """silu(conv(maps)) by parts, and the last S-1 inputs (B, S-1, C)."""
-        packed = piece.key_mask, piece.cu_seqlens, piece.state.short_conv, piece.output_final_state
-        mixed_BTC, tail = self.short_conv(torch.cat(maps, -1), *packed, shards=piece.state.shards)
-        return F.silu(mixed_BTC).split([part.shape[-1] for part in maps], -1), tail
+        self, maps: list[Tensor], state: MixerState, context: Context
+    ) -> tuple[tuple[Tensor, ...], MixerState]:
+        """silu(conv(maps)) by parts, and the state with the last S-1 inputs (B, S-1, C)."""
+        mixed_BTC, tail = self.short_conv(
+            torch.cat(maps, -1),
+            context.key_mask,
+            context.cu_seqlens,
+            state.short_conv,
+            context.output_final_state,
+            shards=context.shards,
+        )
+        parts = F.silu(mixed_BTC).split([part.shape[-1] for part in maps], -1)
+        return parts, state._replace(short_conv=tail)
 
-    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
-        out_BTHD, after = super()._attend(projected, piece)
-        return self._output(out_BTHD, projected.v, piece.x), after
+    def _attend(
+        self, x_BTE: Tensor, projected: Projected, context: Context
+    ) -> tuple[Tensor, MixerState | None]:
+        out_BTHD, after = super()._attend(x_BTE, projected, context)
+        return self._output(out_BTHD, projected.v, x_BTE), after
 
     def _output(self, mixture: Tensor, v: Tensor, x: Tensor) -> Tensor:
         """The output of each head (..., H, D) from its mixture, its values (..., G, D) and x."""
@@ -111,9 +116,9 @@ class GatedMacchiato(LatteMacchiato):
         gate = self._heads(linear_maps(x, self.gate_proj)[0], self.num_heads)
         return self.output_norm(mixture + self.skip * v) * F.silu(gate)
 
-    def _weights(self, projected: Projected, piece: Piece) -> Tensor:
+    def _weights(self, projected: Projected, context: Context) -> Tensor:
         """p(s|t), without gradients: the output is more than the weighted sum."""
-        return super()._weights(projected, piece).detach()
+        return super()._weights(projected, context).detach()
 
     def _local_step(
         self, x_BE: Tensor, state: StepState, rotary: Rotary | None
@@ -130,5 +135,5 @@ class GatedMacchiato(LatteMacchiato):
         latents = self.latents.step(x_BE, state)
         local, rotary = self._local_step(x_BE, state, rotary)
         scale = self.head_dim**-0.5
-        out_BHD = state.attend(local, scale, self.softcap, rotary, latents=latents)
+        out_BHD = state.attend(local, scale, self.softcap, rotary, latents, self.joint_softmax)
         return self._output(out_BHD, local[2], x_BE)

@@ -2,7 +2,8 @@
 
 ``LatteConfig``, the configurations of converted models, :func:`latte.conversion.convert`, the
 section `conversion` of recipes, ``latte convert`` and the tables of the reference pages take them
-from here. A class that needs another default says so with :func:`with_default`. Torch is never imported.
+from here. A class that needs another default says so with :func:`with_default`. Torch is never
+imported.
 """
 
 from __future__ import annotations
@@ -186,10 +187,9 @@ class LatentFields:
 
 
 @dataclass(kw_only=True, repr=False)
-class ConvertedFields(LatentFields):
-    """Options that a converted model's configuration and a new conversion have."""
+class PartitionFields(LatentFields):
+    """Options of how window, sinks and latents divide the past (beyond the paper)."""
 
-    window_probability: float = with_default(LatentFields, "window_probability", 0.95)
     # arXiv 2309.17453. Their distance is at most that of the window's edge.
     num_sinks: int = option(
         0, "number of first tokens that stay visible to the window", partial(check_whole, least=0)
@@ -202,6 +202,13 @@ class ConvertedFields(LatentFields):
     joint_softmax: bool = option(
         False, "the window's keys and the latents share one softmax", check_switch
     )
+
+
+@dataclass(kw_only=True, repr=False)
+class ConvertedFields(PartitionFields):
+    """Options that a converted model's configuration and a new conversion have."""
+
+    window_probability: float = with_default(LatentFields, "window_probability", 0.95)
     # Without it the state of kept layers, and the time of a step, grow with the text.
     kept_window: int | None = option(
         None,

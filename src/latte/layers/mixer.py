@@ -1,17 +1,19 @@
-"""The base class of token mixers: heads, values, output, rotation, and the state between calls.
+"""Token mixers: what they are given, what they keep between calls, and their common parts.
 
-Shape suffixes: B batch, T tokens, E hidden size, H query heads, G key/value heads, K key width,
-L latents per head, F feature width, D value width.
+Shape suffixes: B batch (or N packed sequences), T tokens, E hidden size, H query heads, G key/value
+heads, K key width, L latents per head, F feature width, D value width, W window.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from latte.layers.checks import check_input, check_multiple, check_positive
+from latte.layers.context_parallel import ShardedOps, across
 from latte.layers.parts import (
     InitializedModule,
     Rotary,
@@ -20,56 +22,135 @@ from latte.layers.parts import (
     of_single_tokens,
     token_positions,
 )
-from latte.layers.state import MixerState, PastKeys, Piece, rollback
-from latte.layers.step import StepState
-from latte.ops import attention_weights
-from latte.ops.reference import visible_sources
-from latte.ops.tensors import Sequences
+from latte.layers.rollback import PastKeys, Recorded, advance_position, real_tokens, rollback
+from latte.layers.weights import DenseWeights
+from latte.ops import LatteState
+from latte.ops.state import LinearState, WindowState
 
 
-class MixingLogits(NamedTuple):
-    """The logits of a layer's probabilities, before the softmax.
+class MixerState(NamedTuple):
+    """The state of one layer: constant in size, except for full softmax attention.
 
-    ``latent_q`` (B, T, H, L or L+1) gives p(l|t). ``latent_k`` (B, T, H, L) gives p(s|l,t). The
-    rotated ``q`` (B, T, H, K) and ``k`` (B, T, G, K) are those of the window, before scale and
-    softcap. A field is None if the layer has no such logits.
+    The first dimension of every tensor is the batch. Parts that a mixer does not use are None.
+    Before the first token all parts are None: ``MixerState()`` is the empty state. Ops take it as
+    their ``initial_state``, and return it with their own parts changed.
+
+    Attributes:
+        position: Number of real tokens seen, (B,) int64.
+        latent: Log-mass and mean of each latent.
+        linear: Sums of undirected linear attention.
+        window: Last W-1 local keys and values (all of them for full softmax attention).
+        rglru: State of the RG-LRU, (B, E) fp32.
+        conv: Last inputs of the convolution, (B, K-1, E).
+        short_conv: Last inputs of the convolution of q, k and v, (B, K-1, C).
+        own: State of a mixer of another kind, (B, ...).
+        pending: Latent keys (B, W, H, L) of the last W tokens, if the latents read a token only
+            when it leaves the window; and those tokens' values, (B, 1, G, D) where the window holds
+            all but the oldest.
+        sinks: Local keys and values of a sequence's first tokens, if those stay visible.
+        sources: Keys of all tokens so far, if set, for weights over the past: O(T) memory.
+        recorded: Tokens that can be taken back, if set.
     """
 
-    latent_q: Tensor | None = None
-    latent_k: Tensor | None = None
-    q: Tensor | None = None
-    k: Tensor | None = None
+    position: Tensor | None = None
+    latent: LatteState | None = None
+    linear: LinearState | None = None
+    window: WindowState | None = None
+    rglru: Tensor | None = None
+    conv: Tensor | None = None
+    short_conv: Tensor | None = None
+    own: Tensor | None = None
+    pending: WindowState | None = None
+    sinks: WindowState | None = None
+    sources: PastKeys | None = None
+    recorded: Recorded | None = None
+
+    def record(self) -> MixerState:
+        """This state, which records the tokens that are read from here on."""
+        return self._replace(recorded=Recorded(self._replace(recorded=None)))
 
 
-def remembered(logits: MixingLogits, log_decay: Tensor | None) -> MixingLogits:
-    """Logits of latents without forgetting that give the same p(s|l,t)."""
-    if logits.latent_k is None or log_decay is None:
-        return logits
-    return logits._replace(latent_k=logits.latent_k.double() - log_decay.double().cumsum(1))
+EMPTY = MixerState()
+
+
+class Context(NamedTuple):
+    """What all layers of a forward pass share about its tokens: the model makes it once.
+
+    Attributes:
+        key_mask: Mask, (B, T) bool, True = a real token; None if all are real.
+        cu_seqlens: Bounds of N sequences packed into one row (B = 1), (N+1,) int32.
+        output_final_state: Whether to return the states after these tokens.
+        position: Number of real tokens before these, (B or N,) int64; None is 0.
+        end: Number of real tokens after these; None if states are not returned.
+        rotary: Rotary table of these tokens; None if each layer computes its own or has none.
+        shards: Processes that hold the tokens before, op by op; None if the states hold them.
+    """
+
+    key_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    output_final_state: bool = False
+    position: Tensor | None = None
+    end: Tensor | None = None
+    rotary: Any = None
+    shards: ShardedOps | None = None
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_final_state: bool = False,
+        position: Tensor | None = None,
+        rotary: Any = None,
+        shards: ShardedOps | None = None,
+    ) -> Context:
+        """The context of the tokens of ``x`` (B, T, ...)."""
+        end = advance_position(position, key_mask, cu_seqlens, x) if output_final_state else None
+        return cls(key_mask, cu_seqlens, output_final_state, position, end, rotary, shards)
+
+    def across(self, op: Callable[..., Any]) -> Callable[..., Any]:
+        """The op, wrapped so that the tokens before may be in other processes."""
+        return op if self.shards is None else across(op, self.shards)
+
+    def real(self, x: Tensor) -> Tensor:
+        """The mask (B, T) bool of the real tokens of ``x`` (B, T, ...)."""
+        return real_tokens(x, self.key_mask)
+
+    def positions(self, x: Tensor) -> Tensor:
+        """The positions (B or 1, T) of the tokens of ``x`` (B, T, ...)."""
+        return token_positions(x, self.key_mask, self.cu_seqlens, self.position)
 
 
 class Projected(NamedTuple):
-    """The projections of a piece's tokens, before the mixer mixes them.
+    """The projections of some tokens, before the mixer mixes them.
 
     Attributes:
         v: Values, (B, T, G, D).
-        logits: Logits of the tokens' weights, :class:`MixingLogits`.
+        state: State before these tokens, in which the parts that projections change (``rglru``,
+            ``conv``, ``short_conv``, ``own``) are already those after them.
+        latent_q: Logits of p(l|t), (B, T, H, L), or (B, T, H, L+1) with the window's in column 0.
+        latent_k: Logits of p(s|l,t), (B, T, H, L).
+        q, k: Local queries (B, T, H, K) and keys (B, T, G, K), rotated.
+        sink_q: Local queries for the sinks, in a rotation of their own, (B, T, H, K).
         log_decay: Log-decay of the latents at each token, (B, T, H, L).
         features: Features phi(q) and phi(k) of linear attention, (B, T, H, F).
-        after: Parts of the next state that are already known: ``rglru``, ``conv``,
-            ``short_conv``, ``own``.
         extra: What else :meth:`Mixer._attend` needs, of any type.
     """
 
     v: Tensor
-    logits: Any = MixingLogits()  # Any: a mixer knows which of its fields are not None
+    state: MixerState = EMPTY
+    latent_q: Any = None  # Any: a mixer knows which of its fields are not None
+    latent_k: Any = None
+    q: Any = None
+    k: Any = None
+    sink_q: Tensor | None = None
     log_decay: Tensor | None = None
     features: tuple[Tensor, Tensor] | None = None
-    after: MixerState = MixerState()
     extra: Any = None
 
 
-class Mixer(InitializedModule):
+class Mixer(DenseWeights, InitializedModule):
     """Base of the layers that mix tokens: ``forward(x, ...) -> (out, state)``.
 
     A mixer defines :meth:`_project` and :meth:`_attend`, and sets the class attributes below. It
@@ -86,19 +167,20 @@ class Mixer(InitializedModule):
         carries: Parts of a :class:`MixerState` that the mixer needs to continue a sequence.
         grows: Whether the state keeps every token, as that of full softmax attention does.
         uses: Fields of a model's configuration that the mixer reads, among those that not every
-            mixer reads: ``num_latents``, ``sliding_window``, ``latent_input``, ``rope_theta``,
-            ``window_probability``.
-        splits: Whether every op that reads earlier tokens is called through :meth:`Piece.across`,
-            so that a sequence can be divided among processes. A subclass that changes the
-            computation does not inherit it.
+            mixer reads, such as ``num_latents``, ``sliding_window``, ``rope_theta``.
+        splits: Whether every op that reads earlier tokens is called through
+            :meth:`Context.across`, so that a sequence can be divided among processes. A subclass
+            that changes the computation does not inherit it.
         window: Number of keys that a local query sees, its own included; None is all of the past.
+        scale: Factor of the local logits; 1 / sqrt(K) if None.
         softcap: Cap of the local logits, which become ``softcap * tanh(logit / softcap)``.
+        sink_edge: Position from which later queries look at sinks; None without sinks.
     """
 
     carries: ClassVar[tuple[str, ...]] = ()
     grows: ClassVar[bool] = False
     uses: ClassVar[tuple[str, ...]] = ()
-    splits: ClassVar[bool] = False
+    splits: Any = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -124,13 +206,20 @@ class Mixer(InitializedModule):
             check_multiple(name, hidden_size=hidden_size, num_heads=num_heads)
             head_dim = hidden_size // num_heads
         check_positive(name, hidden_size=hidden_size, head_dim=head_dim)
+        self._set_heads(hidden_size, num_heads, groups, head_dim, causal)
+        self.v_proj = nn.Linear(hidden_size, groups * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def _set_heads(
+        self, hidden_size: int, num_heads: int, groups: int, head_dim: int, causal: bool = True
+    ) -> None:
         self.hidden_size, self.num_heads, self.num_key_value_heads = hidden_size, num_heads, groups
         self.head_dim, self.causal = head_dim, causal
         self.window: int | None = None
+        self.scale: float | None = None
         self.softcap: float | None = None
+        self.sink_edge: int | None = None
         self.rotary: RotaryEmbedding | None = None
-        self.v_proj = nn.Linear(hidden_size, groups * head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -167,6 +256,7 @@ class Mixer(InitializedModule):
         output_final_state: bool = False,
         *,
         rotary: Rotary | None = None,
+        context: Context | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """Mix the tokens of ``x``.
 
@@ -176,7 +266,8 @@ class Mixer(InitializedModule):
             cu_seqlens: Bounds of N sequences packed into one row (B = 1), (N+1,) int32.
             state: State that the call before returned.
             output_final_state: Whether to return the state after these tokens.
-            rotary: Rotary table of these tokens, if the model shares one; computed if None.
+            rotary: Rotary table of these tokens; computed if None.
+            context: What a model's layers share, in the place of mask, bounds and table.
 
         Returns:
             Output (B, T, E) and the state after these tokens (None unless
@@ -185,20 +276,21 @@ class Mixer(InitializedModule):
         Raises:
             ValueError: Shapes, dtypes or devices do not fit.
         """
-        piece = self._piece(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
-        projected = self._project(piece)
-        out_BTHD, after = self._attend(projected, piece)
-        return self.o_proj(out_BTHD.flatten(-2)), self._end(projected, after, piece)
+        projected, context = self._begin(
+            x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary=rotary, context=context
+        )
+        out_BTHD, after = self._attend(x_BTE, projected, context)
+        return self.o_proj(out_BTHD.flatten(-2)), self._end(x_BTE, projected, after, context)
 
-    def step(self, x_BE: Tensor, state: StepState, *, rotary: Rotary | None = None) -> Tensor:
+    def step(self, x_BE: Tensor, state: Any, *, rotary: Rotary | None = None) -> Tensor:
         """Mix the next token of each row: :meth:`forward` in fewer operations, if :attr:`steps`.
 
         Hooks of this module are not called, nor those of the modules in :attr:`stepped`.
 
         Args:
             x_BE: Input, (B, E), contiguous.
-            state: Buffers of the state, which are overwritten. When all layers have read the
-                token, the caller advances the clock that they share.
+            state: :class:`latte.layers.StepState`, the buffers of the state, which are overwritten.
+                When all layers have read the token, the caller advances the clock that they share.
             rotary: Rotary table, as :func:`latte.layers.parts.of_single_tokens` gives it;
                 computed if None.
 
@@ -209,7 +301,7 @@ class Mixer(InitializedModule):
             ValueError: Gradients are recorded, or x or the state are of another kind.
             TypeError: The mixer has no step.
         """
-        if torch.is_grad_enabled() or x_BE.ndim != 2 or not isinstance(state, StepState):
+        if torch.is_grad_enabled() or x_BE.ndim != 2 or not hasattr(state, "step_context"):
             raise ValueError(
                 f"{type(self).__name__}.step: expected x (B, E) and a StepState, without gradients "
                 f"(torch.no_grad), got x {tuple(x_BE.shape)} and {type(state).__name__}, "
@@ -227,60 +319,14 @@ class Mixer(InitializedModule):
         Raises:
             ValueError: Fewer tokens have been recorded than are to be taken back.
         """
-        return rollback(state, tokens, self._read)
 
-    def with_weights(
-        self, x_BTE: Tensor, *given: Any, **named: Any
-    ) -> tuple[Tensor, MixerState | None, Tensor]:
-        """Like :meth:`forward`, and returns the weights (B, H, T, P + T) too: O(T^2) memory.
+        def read(x: Tensor, mask: Tensor, before: MixerState, rotary: Any) -> MixerState | None:
+            context = Context.of(x, mask, None, True, before.position, rotary)
+            projected = self._project(x, before, context)
+            after = self._attend(x, projected, context)[1]
+            return self._end(x, projected, after, context)
 
-        P is the number of past tokens whose keys the state has kept (its ``sources``). If there
-        is no past, gradients of the output flow through the weights.
-        """
-        piece = self._piece(x_BTE, *given, **named)
-        projected = self._project(piece)
-        sources = piece.state.sources
-        if sources is not None and sources.length:
-            weights = self._weights(*_with_past(projected, piece, sources))
-            weights = weights[:, :, sources.length :]
-        else:
-            weights = self._weights(projected, piece)
-        out_BTHD, after = self._attend(projected, piece)
-        if weights.requires_grad and piece.state.position is None:
-            v_BTHD = projected.v.repeat_interleave(self.num_heads // projected.v.shape[2], 2)
-            dense = torch.einsum("bhts,bshd->bthd", weights.to(v_BTHD.dtype), v_BTHD)
-            # The values are exactly the op's; the gradients are those of the weighted sum.
-            out_BTHD = out_BTHD.detach() + (dense - dense.detach())
-        out = self.o_proj(out_BTHD.flatten(-2))
-        return out, self._end(projected, after, piece), weights
-
-    def mixing_logits(
-        self,
-        x_BTE: Tensor,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        *,
-        rotary: Rotary | None = None,
-    ) -> MixingLogits:
-        """The logits of the weights of these tokens among themselves, for inspection.
-
-        If latents forget, the decay is folded into ``latent_k``, in fp64: latents without
-        forgetting would have the same weights with these keys.
-        """
-        projected = self._project(Piece(x_BTE, key_mask, cu_seqlens, rotary=rotary))
-        return remembered(projected.logits, projected.log_decay)
-
-    def attention_weights(
-        self,
-        x_BTE: Tensor,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        *,
-        rotary: Rotary | None = None,
-    ) -> Tensor:
-        """The weights p(s|t) of these tokens among themselves, (B, H, T, T): O(T^2) memory."""
-        piece = Piece(x_BTE, key_mask, cu_seqlens, rotary=rotary)
-        return self._weights(self._project(piece), piece)
+        return rollback(state, tokens, read)
 
     def mixing_flops(self, length: int) -> float:
         """Forward FLOPs per token of mixing at a length, without projections; 0 if unknown."""
@@ -288,38 +334,23 @@ class Mixer(InitializedModule):
 
     # --- what a mixer defines -------------------------------------------------------------------
 
-    def _project(self, piece: Piece) -> Projected:
+    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         """The values and logits of the tokens."""
         raise TypeError(f"{type(self).__name__} must define _project: Mixer is only a base class")
 
-    def _attend(self, projected: Projected, piece: Piece) -> tuple[Tensor, MixerState]:
-        """The output of each head, (B, T, H, D), and the parts of the state that mixing changes."""
+    def _attend(
+        self, x_BTE: Tensor, projected: Projected, context: Context
+    ) -> tuple[Tensor, MixerState | None]:
+        """The output of each head, (B, T, H, D), and the state after the tokens.
+
+        The state is ``projected.state`` with the parts that mixing changes. It may be None if it
+        is not wanted.
+        """
         raise TypeError(f"{type(self).__name__} must define _attend: Mixer is only a base class")
 
-    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
+    def _step(self, x_BE: Tensor, state: Any, rotary: Rotary | None) -> Tensor:
         """The output of each head, (B, H, D), for one token per row. Overwrites the state."""
         raise TypeError(f"{type(self).__name__} has no step")
-
-    def _weights(self, projected: Projected, piece: Piece) -> Tensor:
-        """The weights (B, H, T, T) of a piece without a past, computed from its logits."""
-        latent_q, latent_k, q, k = projected.logits
-        shared = self._visibility(piece)
-        local: dict[str, Any] = {"window": self.window, "softcap": self.softcap}
-        if latent_q is not None and latent_k is not None:
-            own: dict[str, Any] = {} if q is None else dict(local)
-            own["log_decay"] = projected.log_decay
-            return attention_weights(latent_q, latent_k, q, k, **own, **shared)
-        if q is not None and k is not None:
-            return softmax_weights(q, k, **local, **shared)
-        raise ValueError(f"{type(self).__name__} has no attention weights to show")
-
-    def _visibility(self, piece: Piece) -> dict[str, Any]:
-        """The keywords that say which tokens see each other."""
-        return {
-            "causal": self.causal,
-            "key_mask": piece.key_mask,
-            "cu_seqlens": piece.cu_seqlens,
-        }
 
     def _local_flops(self, length: int) -> float:
         """:meth:`mixing_flops` of local attention: 2 * 2 * K per head and visible key."""
@@ -328,26 +359,39 @@ class Mixer(InitializedModule):
 
     # --- what they are built with ---------------------------------------------------------------
 
-    def _piece(
+    def _begin(
         self,
         x_BTE: Tensor,
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         state: MixerState | None = None,
         output_final_state: bool = False,
+        *,
         rotary: Rotary | None = None,
-    ) -> Piece:
-        """The checked arguments of a call."""
+        context: Context | None = None,
+    ) -> tuple[Projected, Context]:
+        """The projections of a call's tokens, after checks of its arguments, and the context."""
+        if context is None:
+            start = None if state is None else getattr(state, "position", None)
+            context = Context.of(x_BTE, key_mask, cu_seqlens, output_final_state, start, rotary)
         name = type(self).__name__
-        check_input(name, x_BTE, self.hidden_size, getattr(self.v_proj, "weight", None))
-        if state is not None and not isinstance(state, MixerState):
+        check_input(name, x_BTE, self.hidden_size, getattr(self._modules["v_proj"], "weight", None))
+        if not self.causal and (state is not None or context.output_final_state):
+            raise ValueError(f"{name}: a bidirectional layer has no state to carry on")
+        if state is None:
+            state = EMPTY
+        elif state is not EMPTY:
+            self._check_state(name, state, context)
+        return self._project(x_BTE, state, context), context
+
+    def _check_state(self, name: str, state: MixerState, context: Context) -> None:
+        """Raise ValueError if this mixer cannot continue from the state."""
+        if not isinstance(state, MixerState):
             raise ValueError(
                 f"{name}: state must be the MixerState that came out, got {type(state).__name__}"
             )
-        if not self.causal and (state is not None or output_final_state):
-            raise ValueError(f"{name}: a bidirectional layer has no state to carry on")
         parts = ("latent", "linear", "window", "short_conv", "own")
-        held = {part for part in parts if getattr(state, part, None) is not None}
+        held = {part for part in parts if getattr(state, part) is not None}
         lacking = [part for part in self.carries if part not in held]
         if held and lacking:
             raise ValueError(f"{name}: state must hold {lacking[0]!r}, got another mixer's")
@@ -355,27 +399,28 @@ class Mixer(InitializedModule):
         surplus = sorted(held - {*self.carries, "own", "short_conv"}) if self.carries else []
         if surplus:
             raise ValueError(f"{name}: state must not hold {surplus[0]!r}, got another mixer's")
-        if state is not None and state.recorded is not None and cu_seqlens is not None:
+        if state.recorded is not None and context.cu_seqlens is not None:
             raise ValueError(f"{name}: packed sequences cannot be recorded for taking back")
-        state = state or MixerState()
-        return Piece(x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary)
 
-    def _end(self, projected: Projected, after: MixerState, piece: Piece) -> MixerState | None:
-        """The state after a piece; None if it is not wanted."""
-        if not piece.output_final_state:
+    def _end(
+        self, x_BTE: Tensor, projected: Projected, after: MixerState | None, context: Context
+    ) -> MixerState | None:
+        """The whole state after the tokens; None if it is not wanted."""
+        if after is None or not context.output_final_state:
             return None
-        early = projected.after
-        after = after._replace(
-            rglru=early.rglru, conv=early.conv, short_conv=early.short_conv, own=early.own
+        latent, sources, recorded = after.latent, after.sources, after.recorded
+        if latent is not None and latent.forgets:
+            # A layer never merges states, so it needs no total log-decay.
+            latent = LatteState(latent.log_mass, latent.mean)
+        if sources is not None:
+            k = projected.latent_k if projected.features is None else projected.features[1]
+            mask = context.real(x_BTE)
+            sources = sources.and_then(PastKeys(mask, k, projected.k, projected.log_decay))
+        if recorded is not None:
+            recorded = recorded.and_then(x_BTE, context.real(x_BTE), context.rotary)
+        return after._replace(
+            position=context.end, latent=latent, sources=sources, recorded=recorded
         )
-        k = projected.logits.latent_k if projected.features is None else projected.features[1]
-        keys = PastKeys(k=k, local_k=projected.logits.k, log_decay=projected.log_decay)
-        return piece.end(after, keys)
-
-    def _read(self, piece: Piece) -> MixerState | None:
-        """The state after a piece, without the output."""
-        projected = self._project(piece)
-        return self._end(projected, self._attend(projected, piece)[1], piece)
 
     def _heads(self, flat_BTE: Tensor, heads: int) -> Tensor:
         return flat_BTE.unflatten(-1, (heads, -1))
@@ -393,25 +438,33 @@ class Mixer(InitializedModule):
         self.q_proj = nn.Linear(E, self.num_heads * K, bias=False)
         self.k_proj = nn.Linear(E, self.num_key_value_heads * K, bias=False)
 
-    def _local(self, x_BTE: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Local queries (B, T, H, K) and keys (B, T, G, K) of x, rotated."""
+    def near(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
+        """Local queries and keys of x, rotated, and values."""
+        G = self.num_key_value_heads
         q_BTHK = self._heads(self.q_proj(x_BTE), self.num_heads)
-        k_BTGK = self._heads(self.k_proj(x_BTE), self.num_key_value_heads)
-        return self._rotated(q_BTHK, k_BTGK, piece)
+        k_BTGK = self._heads(self.k_proj(x_BTE), G)
+        v_BTGD = self._heads(self.v_proj(x_BTE), G)
+        return self._rotated(q_BTHK, k_BTGK, v_BTGD, state, context)
 
-    def _rotated(self, q_BTHK: Tensor, k_BTGK: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-        """These queries and keys, rotated by the given table, or else by the tokens' positions."""
-        if self.rotary is None:
-            return q_BTHK, k_BTGK
-        rotary = piece.rotary
-        if rotary is None:
-            start = piece.state.position
-            positions = token_positions(piece.x, piece.key_mask, piece.cu_seqlens, start)
-            rotary = self.rotary(positions, q_BTHK.dtype)
-        return apply_rotary(q_BTHK, rotary), apply_rotary(k_BTGK, rotary)
+    def _rotated(
+        self, q: Tensor, k: Tensor, v: Tensor, state: MixerState, context: Context
+    ) -> Projected:
+        """Queries and keys in the rotation of their positions, and the queries for the sinks."""
+        rotary, sink_q = self._rotary_table(q, context), None if self.sink_edge is None else q
+        if rotary is not None:
+            if sink_q is not None:
+                sink_q = apply_rotary(q, rotary.sinks)
+            q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        return Projected(v, state, q=q, k=k, sink_q=sink_q)
+
+    def _rotary_table(self, q_BTHK: Tensor, context: Context) -> Rotary | None:
+        """The table of these queries' positions: the given one, or else a new one."""
+        if self.rotary is None or context.rotary is not None:
+            return None if self.rotary is None else context.rotary
+        return self.rotary(context.positions(q_BTHK), q_BTHK.dtype, self.sink_edge)
 
     def _local_step(
-        self, x_BE: Tensor, state: StepState, rotary: Rotary | None
+        self, x_BE: Tensor, state: Any, rotary: Rotary | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Rotary | None]:
         """q (B, H, K), k (B, G, K), v (B, G, D) of one token per row, and the table to rotate."""
         B, H, G = len(x_BE), self.num_heads, self.num_key_value_heads
@@ -420,7 +473,9 @@ class Mixer(InitializedModule):
         q, k, v = state.step_context.plan.linear_maps(x_BE, *maps)
         local = q.view(B, H, -1), k.view(B, G, -1), v.view(B, G, -1)
         if self.rotary is not None and rotary is None:
-            rotary = of_single_tokens(self.rotary(state.step_context.position[:, None], q.dtype))
+            rotary = of_single_tokens(
+                self.rotary(state.step_context.position[:, None], q.dtype, self.sink_edge)
+            )
         return local, None if self.rotary is None else rotary
 
     def extra_repr(self) -> str:
@@ -429,54 +484,3 @@ class Mixer(InitializedModule):
             f"num_heads={self.num_heads}, num_key_value_heads={self.num_key_value_heads}, "
             f"head_dim={self.head_dim}, causal={self.causal}{window}"
         )
-
-
-def _with_past(projected: Projected, piece: Piece, past: PastKeys) -> tuple[Projected, Piece]:
-    """The whole row that a piece ends, with past keys; past queries are zeros."""
-    P = past.length
-
-    def blank(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        return torch.cat([x.new_zeros(x.shape[0], P, *x.shape[2:]), x], 1)
-
-    def whole(before: Tensor | None, x: Tensor | None) -> Tensor | None:
-        return None if before is None or x is None else torch.cat([before, x], 1)
-
-    latent_q, latent_k, q, k = projected.logits
-    logits = MixingLogits(
-        blank(latent_q), whole(past.k, latent_k), blank(q), whole(past.local_k, k)
-    )
-    log_decay = whole(past.log_decay, projected.log_decay)
-    features: Any = projected.features
-    if features is not None:
-        features = (blank(features[0]), whole(past.k, features[1]))
-    real, x = whole(past.mask, piece.real), blank(piece.x)
-    assert x is not None
-    known = {"logits": logits, "log_decay": log_decay, "features": features}
-    return projected._replace(**known), Piece(x, real)
-
-
-# --- weights as dense matrices (B, H, T, T); Latte's own are in latte.ops.attention_weights -----
-
-
-def softmax_weights(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    causal: bool = True,
-    key_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """The weights of softmax attention. A row that sees no key is zero."""
-    k_BTHK = k_BTGK.repeat_interleave(q_BTHK.shape[2] // k_BTGK.shape[2], 2)
-    logits = torch.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK) / q_BTHK.shape[-1] ** 0.5
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    sequences = Sequences(key_mask, cu_seqlens, causal)
-    visible = visible_sources(q_BTHK.shape[1], sequences, q_BTHK.device, window)[:, None]
-    # Masked logits are finite: a row of -inf would have NaN gradients.
-    weights = logits.masked_fill(~visible, torch.finfo(logits.dtype).min / 2).softmax(-1)
-    return weights.masked_fill(~visible, 0.0)

@@ -55,6 +55,8 @@ class InitializedModule(nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         own = vars(cls).keys()
+        if "steps" in own:
+            return
         if {"step", "_step"} & own:
             cls.steps = True
         elif {"forward", "_project", "_attend"} & own:
@@ -146,7 +148,8 @@ class CausalConv1d(InitializedModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Output (B, T, E) and the last K-1 inputs (B, K-1, E) (None unless asked for)."""
         check_input("CausalConv1d", x_BTE, self.hidden_size)
-        return across(causal_conv1d, shards)(
+        op = causal_conv1d if shards is None else across(causal_conv1d, shards)
+        return op(
             x_BTE,
             self.weight.to(x_BTE.dtype),
             self.bias.to(x_BTE.dtype),
@@ -170,10 +173,14 @@ class CausalConv1d(InitializedModule):
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of the rotary angles, (B or 1, T, 1, K/2) each."""
+    """Cosines and sines of the rotary angles, (B or 1, T, 1, K/2) each.
+
+    ``sinks`` are those by which queries look at sinks, a Rotary too; None without sinks.
+    """
 
     cos: Tensor
     sin: Tensor
+    sinks: Any = None
 
 
 def _angles(positions_BT: Tensor, width: int, theta: float) -> Tensor:
@@ -205,11 +212,19 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"RotaryEmbedding: theta must be positive, got {theta}")
         self.head_dim, self.theta = head_dim, theta
 
-    def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary:
-        """The table for heads of ``dtype``; half precisions are rotated in fp32."""
+    def forward(
+        self, positions_BT: Tensor, dtype: torch.dtype, sink_edge: int | None = None
+    ) -> Rotary:
+        """The table for heads of ``dtype``; half precisions are rotated in fp32.
+
+        Queries look at sinks from a position of at most ``sink_edge``.
+        """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         angles = _angles(positions_BT, self.head_dim, self.theta)[:, :, None]
-        return Rotary(angles.cos().to(wide), angles.sin().to(wide))
+        sinks = None
+        if sink_edge is not None:
+            sinks = self.forward(positions_BT.clamp_max(sink_edge), dtype)
+        return Rotary(angles.cos().to(wide), angles.sin().to(wide), sinks)
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, theta={self.theta}"
@@ -217,12 +232,13 @@ class RotaryEmbedding(nn.Module):
 
 def apply_rotary(x_BTHK: Tensor, rotary: Rotary) -> Tensor:
     """Rotate the pairs (i, i + K/2) of each head, the layout of Hugging Face and GPT-NeoX."""
-    return pointwise.rotate(x_BTHK, *rotary)
+    return pointwise.rotate(x_BTHK, rotary[0], rotary[1])
 
 
 def of_single_tokens(rotary: Rotary) -> Rotary:
     """The table in the format of :mod:`latte.ops.step`: sines with signs, (..., 2, K/2)."""
-    return Rotary(rotary.cos, torch.cat([-rotary.sin, rotary.sin], 2))
+    sinks = None if rotary.sinks is None else of_single_tokens(rotary.sinks)
+    return Rotary(rotary.cos, torch.cat([-rotary.sin, rotary.sin], 2), sinks)
 
 
 class SinusoidalPositions(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,12 @@ class SavedMaker(NamedTuple):
     autocast: tuple[bool, torch.dtype]
 
 
-@contextlib.contextmanager
-def recomputed(*pairs: tuple[Tensor, Callable[[], Tensor]]) -> Iterator[None]:
+NOTHING = contextlib.nullcontext()
+
+
+def recomputed(
+    *pairs: tuple[Tensor, Callable[[], Tensor]],
+) -> contextlib.AbstractContextManager[Any]:
     """Within the block, autograd saves functions in place of these tensors.
 
     Each pair is a contiguous tensor and a function that computes the same tensor, bit by bit, from
@@ -32,8 +36,7 @@ def recomputed(*pairs: tuple[Tensor, Callable[[], Tensor]]) -> Iterator[None]:
     (gradient checkpointing, offloading).
     """
     if not pairs or not pairs[0][0].requires_grad or not on_cpu(pairs[0][0]) or _are_hooked():
-        yield
-        return
+        return NOTHING
     makers = {x.untyped_storage().data_ptr(): make for x, make in pairs}
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
@@ -42,8 +45,7 @@ def recomputed(*pairs: tuple[Tensor, Callable[[], Tensor]]) -> Iterator[None]:
         view = x.size(), x.stride(), x.storage_offset()
         return x if make is None else SavedMaker(make, view, autocast)
 
-    with saved_tensors_hooks(pack, _unpack):
-        yield
+    return saved_tensors_hooks(pack, _unpack)
 
 
 def _unpack(saved: Tensor | SavedMaker) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,11 +123,14 @@ class RGLRU(InitializedModule):
             return self.input_gate(x_BTE).to(dtype)
 
         gates = recurrence_gate(), input_gate()
-        again = (gates[0], recurrence_gate), (gates[1], input_gate)
-        parts = self.recurrence_gate, self.input_gate, self
-        plain = tuple(map(type, parts)) == STEP_KINDS[:3] and not any(map(is_hooked, parts))
-        with recomputed(*again if plain else ()):
-            return across(rg_lru, shards)(
+        again: tuple[Any, ...] = ()
+        if gates[0].requires_grad:
+            parts = self.recurrence_gate, self.input_gate, self
+            if tuple(map(type, parts)) == STEP_KINDS[:3] and not any(map(is_hooked, parts)):
+                again = (gates[0], recurrence_gate), (gates[1], input_gate)
+        op = rg_lru if shards is None else across(rg_lru, shards)
+        with recomputed(*again):
+            return op(
                 x_BTE,
                 *gates,
                 self.theta,

@@ -17,10 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from latte.layers.mixer import MixerState
+from latte.layers.parts import Rotary
 from latte.layers.plan import UNPLANNED, LayerParts, StepPlan
-from latte.layers.state import MixerState, beside_window, map_tensors
-from latte.ops.state import LatteState, LinearState, WindowState
-from latte.ops.step import Ring, StepSinks, TokenRotary, macchiato_step, number, window_step
+from latte.layers.rollback import map_tensors
+from latte.ops.state import (
+    LatteState,
+    LinearState,
+    WindowState,
+    oldest_alone,
+    with_all_values,
+)
+from latte.ops.step import Ring, StepSinks, macchiato_step, number, window_step
 
 
 @dataclass
@@ -105,8 +113,8 @@ class StepState:
             return ring_BXW
 
         keys, values, mask = state.window
-        unread = state.unread
-        if unread is not None:
+        if state.pending is not None:
+            unread = with_all_values(state.pending, state.window)
             # The oldest of W tokens is in the slot that comes next.
             latent_k, values, mask = (x.roll(-1, 1) for x in unread)
             made.pending = ring(latent_k)
@@ -138,7 +146,7 @@ class StepState:
             # The next slot holds the token that leaves the window.
             window = self._newest(self.ring.keys, self.ring, self.size - 1)
             if self.pending is not None:
-                pending = beside_window(self._newest(self.pending, self.ring, self.size))
+                pending = oldest_alone(self._newest(self.pending, self.ring, self.size))
         if self.sinks is not None:
             keys, values = (_slots_first(x) for x in self.sinks)
             mask = torch.arange(keys.shape[1], device=position.device) < position[:, None]
@@ -173,9 +181,7 @@ class StepState:
         local: tuple[Tensor, Tensor, Tensor],
         scale: float,
         softcap: float | None = None,
-        rotary: TokenRotary | None = None,
-        sink_rotary: TokenRotary | None = None,
-        *,
+        rotary: Rotary | None = None,
         latents: tuple[Tensor, Tensor, Tensor | None] | None = None,
         joint: bool = False,
     ) -> Tensor:
@@ -185,12 +191,12 @@ class StepState:
         """
         assert self.ring is not None
         step_context = self.step_context
-        options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary}
-        sinks = (
-            None
-            if self.sinks is None
-            else StepSinks(*self.sinks, step_context.position, sink_rotary)
-        )
+        table = None if rotary is None else rotary[:2]
+        options: Any = {"scale": scale, "softcap": softcap, "rotary": table}
+        sinks = None
+        if self.sinks is not None:
+            far = None if rotary is None else rotary.sinks[:2]
+            sinks = StepSinks(*self.sinks, step_context.position, far)
         where: Any = self.ring, self.slot, step_context.real
         if latents is None:
             length = None if self.size or step_context.length is None else step_context.length + 1

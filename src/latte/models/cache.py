@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from latte.layers.mixer import EMPTY, MixerState
 from latte.layers.plan import StepPlan
-from latte.layers.state import MixerState, PastKeys, drop_newest, map_tensors
+from latte.layers.rollback import PastKeys, drop_newest, map_tensors
 from latte.layers.step import StepContext, StepState
 from latte.ops.backend import steps_in_place
 
@@ -45,7 +46,7 @@ class LatteCacheLayer(CacheLayerMixin):
         self.is_compileable = False  # set by the cache if its buffers keep their addresses
         self.device: torch.device | None = None
         self.buffers: StepState | None = None
-        self._state: MixerState | None = MixerState()  # None: the buffers hold it
+        self._state: MixerState | None = EMPTY  # None: the buffers hold it
         self._seen = 0
 
     @property
@@ -143,12 +144,14 @@ class LatteCacheLayer(CacheLayerMixin):
 
     def update(self, state: MixerState, num_tokens: int) -> MixerState:  # type: ignore[override]
         """Replace the state by the one after ``num_tokens`` more tokens."""
-        if not self.record_past:
+        if state.recorded is not None and not self.record_past:
             state = state._replace(recorded=None)
         assert state.position is not None, "a mixer's final state always has a position"
         self.device = state.position.device
-        self.state = state
-        self.seen_tokens += num_tokens
+        self._seen = self.seen_tokens + num_tokens
+        self._state = state
+        if not self.is_compileable:
+            self.buffers = None
         return state
 
     def get_seq_length(self) -> int:
@@ -162,7 +165,7 @@ class LatteCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         keeps_sources = self.state.sources is not None
-        self.state = MixerState(sources=PastKeys() if keeps_sources else None)
+        self.state = MixerState(sources=PastKeys()) if keeps_sources else EMPTY
         self._seen = 0
         if self.record_past:
             self.activate_past_recording()

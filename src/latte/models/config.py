@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
 
 from latte.errors import LatteError
-from latte.layers.latent_fields import LatentFields, window_option
+from latte.layers.latent_fields import PartitionFields, window_option
 from latte.models.registry import (
     find_mixer,
     mixer_names,
@@ -21,10 +21,11 @@ from latte.models.registry import (
 
 
 @strict
-class LatteConfig(LatentFields, PreTrainedConfig):
+class LatteConfig(PartitionFields, PreTrainedConfig):
     r"""Configuration of Latte models; the presets are below.
 
-    The fields of the latents are those of :class:`latte.layers.latent_fields.LatentFields`. With
+    The fields of the latents, and of how they and the window divide the past, are those of
+    :class:`latte.layers.latent_fields.PartitionFields`. With
     ``mixer="linear"``, ``num_latents`` is the number of features. With ``"swa"``, ``latent_input``
     is the source of the window's queries, keys and values.
 
@@ -187,6 +188,12 @@ class LatteConfig(LatentFields, PreTrainedConfig):
             raise ValueError(
                 f"value_dim must be None for mixer={self.mixer!r}, got {self.value_dim}"
             )
+        for name in ("num_sinks", "delay_latents", "joint_softmax"):
+            value = getattr(self, name)
+            if value and name not in uses:
+                raise ValueError(f"{name} must not be set for mixer={self.mixer!r}, got {value}")
+            if value and not self.is_causal:
+                raise ValueError(f"{name}={value} needs is_causal=True, got False")
         if self.forgetting != "none":
             if "forgetting" not in uses:
                 raise ValueError(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from latte.errors import LatteError
+from latte.layers import Context
 from latte.layers.parts import token_positions
-from latte.layers.state import MixerState
 from latte.layers.step import StepState
 from latte.models.cache import LatteCache
 
@@ -31,7 +31,7 @@ class DecoderInputs(NamedTuple):
         position_ids: Positions, (B, T), as given or as the cache counts them in a step; else None.
         cu_seq_lens: Bounds of packed sequences, (N + 1,) int32, as given or as found; else None.
         cache: Cache to read and to fill; None without one.
-        earlier: State before these tokens, if there is no cache.
+        shards: Processes that hold the tokens before these, if there is no cache.
         buffers: The layers' states, if this is a step: a single token per row, read in place.
     """
 
@@ -40,15 +40,26 @@ class DecoderInputs(NamedTuple):
     position_ids: Tensor | None
     cu_seq_lens: Tensor | None
     cache: LatteCache | None
-    earlier: MixerState
+    shards: Any
     buffers: list[StepState] | None = None
 
     def positions(self) -> Tensor:
         """The positions, (B, T). If there are none, the real tokens are counted."""
         if self.position_ids is not None:
             return self.position_ids
-        start = self.earlier.position if self.cache is None else self.cache.position
-        return token_positions(self.x_BTE, self.key_mask, self.cu_seq_lens, start)
+        return token_positions(self.x_BTE, self.key_mask, self.cu_seq_lens, self.start)
+
+    @property
+    def start(self) -> Tensor | None:
+        """Number of real tokens before these, (B or N,) int64; None is 0."""
+        if self.cache is not None:
+            return self.cache.position
+        return None if self.shards is None else self.shards.position
+
+    def context(self, rotary: Any = None) -> Context:
+        """What the layers share about these tokens, with their rotary tables."""
+        tokens = self.x_BTE, self.key_mask, self.cu_seq_lens
+        return Context.of(*tokens, self.cache is not None, self.start, rotary, self.shards)
 
 
 def prepare_inputs(
@@ -71,7 +82,7 @@ def prepare_inputs(
     (:meth:`LatteCache.begin`).
 
     Args:
-        decoder: The decoder, with ``embed_tokens`` and ``earlier``.
+        decoder: The decoder, with ``embed_tokens`` and ``shards``.
         causal: Whether its layers are causal. Others take no cache.
         steps: Whether a step in place would give all that is wanted.
 
@@ -112,8 +123,7 @@ def prepare_inputs(
         buffers = cache.begin(x_BTE, key_mask, decoder if steps else None)
     if buffers is not None and position_ids is None:
         position_ids = buffers[0].step_context.position[:, None]
-    earlier = decoder.earlier or MixerState()
-    return DecoderInputs(x_BTE, key_mask, position_ids, cu_seq_lens, cache, earlier, buffers)
+    return DecoderInputs(x_BTE, key_mask, position_ids, cu_seq_lens, cache, decoder.shards, buffers)
 
 
 def check_tensors(**inputs: Any) -> None:

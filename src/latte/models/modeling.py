@@ -25,6 +25,7 @@ from transformers.utils import can_return_tuple
 from latte.errors import LatteError
 from latte.layers import (
     GELUMLP,
+    Context,
     LayerNorm,
     Mixer,
     MixerState,
@@ -95,21 +96,16 @@ class LatteBlock(GradientCheckpointingLayer):
     def forward(
         self,
         x_BTE: Tensor,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        rotary: Rotary | None = None,
+        context: Context,
         state: MixerState | None = None,
-        output_final_state: bool = False,
         output_attentions: bool = False,
     ) -> tuple[Tensor, MixerState | None, Tensor | None]:
         """Return hidden states (B, T, E), the mixer's state and its weights (B, H, T, P + T)."""
-        normed = self.mixer_norm(x_BTE)
-        given = (normed, key_mask, cu_seqlens, state, output_final_state)
-        weights = None
+        normed, weights = self.mixer_norm(x_BTE), None
         if output_attentions:
-            mixed, after, weights = self.mixer.with_weights(*given, rotary=rotary)
+            mixed, after, weights = self.mixer.with_weights(normed, state=state, context=context)
         else:
-            mixed, after = self.mixer(*given, rotary=rotary)
+            mixed, after = self.mixer(normed, state=state, context=context)
         return self._feed_forward(x_BTE + self._drop(mixed)), after, weights
 
     def _feed_forward(self, x_BTE: Tensor) -> Tensor:
@@ -195,7 +191,7 @@ class LatteModel(LattePreTrainedModel):
     """Embeddings, decoder blocks and the final norm."""
 
     block_class: type[nn.Module] = LatteBlock
-    earlier: MixerState | None = None  # the state before the tokens, set by latte.parallel
+    shards: Any = None  # the processes that hold the tokens before, set by latte.parallel
 
     def __init__(self, config: LatteConfig) -> None:
         super().__init__(config)
@@ -208,6 +204,8 @@ class LatteModel(LattePreTrainedModel):
             if config.position == "rope"
             else None
         )
+        sinks = config.num_sinks
+        self.sink_edge = config.sliding_window + sinks - 1 if sinks else None
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(
             self.block_class(config) for _ in range(config.num_hidden_layers)
@@ -296,7 +294,7 @@ class LatteModel(LattePreTrainedModel):
             causal=self.config.is_causal,
             steps=not output_attentions,
         )
-        cache, key_mask, bounds = inputs.cache, inputs.key_mask, inputs.cu_seq_lens
+        cache = inputs.cache
         if output_attentions and cache is not None:
             cache.keep_sources()
         hidden_states: list[Tensor] = []
@@ -306,12 +304,11 @@ class LatteModel(LattePreTrainedModel):
             hidden = self.step(inputs, seen)[:, None]
         else:
             hidden, rotary = self._embed(inputs)
+            context = inputs.context(rotary)
             for index, layer in enumerate(self._layers()):
                 hidden_states.append(hidden)
-                state = self.earlier if cache is None else cache.state(index)
-                hidden, after, weights = layer(
-                    hidden, key_mask, bounds, rotary, state, cache is not None, output_attentions
-                )
+                state = None if cache is None else cache.state(index)
+                hidden, after, weights = layer(hidden, context, state, output_attentions)
                 attentions.append(weights)
                 if cache is not None:
                     cache.update(after, hidden.shape[1], index)
@@ -323,7 +320,7 @@ class LatteModel(LattePreTrainedModel):
             last_hidden_state=hidden,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
-            cu_seq_lens_q=bounds,
+            cu_seq_lens_q=inputs.cu_seq_lens,
             **{CACHE_NAME: cache},
         )
 
@@ -363,7 +360,7 @@ class LatteModel(LattePreTrainedModel):
         if self.positions is not None or self.rotary is not None:
             position_ids = inputs.positions()
             if self.rotary is not None:
-                rotary = self.rotary(position_ids, x_BTE.dtype)
+                rotary = self.rotary(position_ids, x_BTE.dtype, self.sink_edge)
                 if inputs.buffers is not None:
                     rotary = of_single_tokens(rotary)
             if self.positions is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from latte.errors import LatteError
-from latte.layers.state import MixerState
+from latte.layers.mixer import MixerState
 from latte.models.cache import LatteCache
 from latte.models.tensor_file import check_finite, damaged, read_tensors, write_tensors
 from latte.ops.state import LatteState, LinearState, WindowState

@@ -26,11 +26,20 @@ if TYPE_CHECKING:
         window_log_mass,
     )
     from latte.ops.backend import default_backend, set_default_backend, use_backend
-    from latte.ops.state import LatteState, LinearState, Sinks, WindowState
+    from latte.ops.state import (
+        LatteState,
+        LinearState,
+        MacchiatoState,
+        Partition,
+        Sinks,
+        WindowState,
+    )
 
 __all__ = [
     "LatteState",
     "LinearState",
+    "MacchiatoState",
+    "Partition",
     "Sinks",
     "WindowState",
     "attention_weights",

@@ -27,6 +27,7 @@ other sequences. Triton's kernels let it reach earlier tokens of its own chunk.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -47,6 +48,7 @@ from latte.ops.checks import (
     check_log_decay,
     check_macchiato_state,
     check_parameters,
+    check_partition,
     check_sequences,
     check_shape,
     check_sinks,
@@ -55,17 +57,19 @@ from latte.ops.checks import (
     check_widths,
     check_window,
     check_window_state,
+    sinks_alone,
 )
 from latte.ops.isolation import View, isolated
 from latte.ops.state import (
     LatteState,
     LinearState,
     MacchiatoState,
+    Partition,
     SeenSinks,
-    Sinks,
     WindowState,
     begun,
     final_window_state,
+    oldest_alone,
     total_log_decay,
 )
 from latte.ops.tensors import Local, Sequences, computation_dtype, full_precision, nothing_out
@@ -170,11 +174,11 @@ def latte_attention(
     initial_state = check_latte_state(op, initial_state, (N, H, L, D), q)
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
     step = is_step((q, k, v, initial_state, log_decay), sequences)
-    start = initial_state or LatteState.empty(N, H, L, D, device=q.device, dtype=dtype)
+    empty = functools.partial(LatteState.empty, N, H, L, D, device=q.device, dtype=dtype)
     forgotten = (
         total_log_decay(log_decay, initial_state, cu_seqlens) if output_final_state else None
     )
-    as_given = initial_state or start, log_decay
+    as_given = initial_state, log_decay
     initial_state, log_decay = _forget_first(initial_state, log_decay, step)
     every = (q, k, v, log_decay, *(initial_state or ()))
     serves = _natively(LATTE, causal)
@@ -185,11 +189,12 @@ def latte_attention(
     if G != H and not (step and chosen == "triton"):
         v = v.repeat_interleave(H // G, 2)
     if B * T == 0:
-        out, state = nothing_out(v, q, k, log_decay), start
+        out, state = nothing_out(v, q, k, log_decay), as_given[0] or empty()
     elif step and chosen == "triton":
         from latte.ops.triton_backend.step import latte_step_op
 
-        (A, mu, *_), decay = as_given  # this kernel does the whole step
+        before, decay = as_given  # this kernel does the whole step
+        A, mu, *_ = before or empty()
         out, *after = latte_step_op(q, k, v, key_mask, A, mu, decay)
         state = LatteState(*after)
     else:
@@ -247,9 +252,7 @@ def macchiato_attention(
     initial_state: MacchiatoState | None = None,
     output_final_state: bool = False,
     log_decay: Tensor | None = None,
-    sinks: Sinks | None = None,
-    delay: bool = False,
-    joint: bool = False,
+    partition: Partition | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, MacchiatoState | None]:
     """Latte-Macchiato: latent attention whose state 0 is a sliding window (paper, eq. 15-17).
@@ -267,23 +270,19 @@ def macchiato_attention(
         scale: Factor of the local logits; 1 / sqrt(K) if None.
         softcap: Cap of the local logits, which become ``softcap * tanh(logit / softcap)``.
         log_decay: Log-decay of the latents, as for :func:`latte_attention`. The window does not
-            decay. With ``delay`` a source's weight decays from the token at which the latents
+            decay. With delayed latents a source's weight decays from the token at which the latents
             read it. Decays (H, L) then give the same result as without delay, because the decay
             over W tokens is a factor that all sources share.
-        sinks: First tokens, which stay visible to the window's softmax. Causal only.
-        delay: Whether the latents read only sources that have left the window, s <= t - W. The two
-            branches then share no source. While none has left the window, p(0|t) is 1. Causal
-            only.
-        joint: Whether the window's keys and the latents share one softmax. The window's logit
-            ``latent_q[..., 0]`` is then added to the logit of every key, so that p(0|t) is
-            ``softmax(latent_q_t + [m_t, 0, ..., 0])[0]`` with m_t the logsumexp of the window's
-            logits, sinks included. Causal only (beyond the paper).
+        partition: How the past is divided between the window and the latents, beyond the paper:
+            sinks, delayed latents, one softmax for both. Causal only.
+        initial_state: :class:`MacchiatoState`, or any NamedTuple with its three fields. Parts that
+            are None are those before the first token. ``pending.values`` may also have the values
+            of all W tokens.
 
     Returns:
-        Output (B, T, H, D) and the final state, a tuple ``(LatteState, WindowState)`` (None unless
-        ``output_final_state``). With ``delay`` the tuple has a third part, a ``WindowState`` of the
-        sources that the latents have not read yet: their latent keys (N, W, H, L), values
-        (N, W, G, D) and mask (N, W).
+        Output (B, T, H, D) and the final state (None unless ``output_final_state``). The state is a
+        :class:`MacchiatoState`. If the initial state is another NamedTuple, it is of that type, and
+        its other fields are unchanged.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
@@ -305,28 +304,28 @@ def macchiato_attention(
     sequences = Sequences(key_mask, cu_seqlens, causal)
     sequences, N = check_sequences(op, B, T, q.device, sequences)
     cu_seqlens = sequences.cu_seqlens
+    sinks, delay, joint = check_partition(op, partition)
+    dtype = computation_dtype(q.dtype)
     sinks = check_sinks(op, sinks, sizes, N, q, causal)
     if delay and not causal:
         raise ValueError(f"{op}: delay needs causal=True: no source leaves a bidirectional window")
     if joint and not causal:
         raise ValueError(f"{op}: joint needs causal=True, got False")
-    if joint and cu_seqlens is not None and initial_state is not None:
+    latents, tail, unread = check_macchiato_state(
+        op, initial_state, (N, H, L, D), window, delay, latent_k, k, v
+    )
+    if joint and cu_seqlens is not None and latents is not None:
         raise ValueError(
             f"{op}: joint takes cu_seqlens or initial_state, got both: carry packed sequences on "
             "one by one"
         )
-    if not causal and (initial_state is not None or output_final_state):
+    if not causal and (latents is not None or output_final_state):
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
-    latents, tail, unread = check_macchiato_state(
-        op, initial_state, (N, H, L, D), window, delay, latent_k, k, v
-    )
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
-    step = is_step((latent_q, latent_k, q, k, v, initial_state, log_decay), sequences)
-    start = latents or LatteState.empty(
-        N, H, L, D, device=q.device, dtype=computation_dtype(q.dtype)
-    )
+    step = is_step((latent_q, latent_k, q, k, v, latents, tail, unread, log_decay), sequences)
+    empty = functools.partial(LatteState.empty, N, H, L, D, device=q.device, dtype=dtype)
     forgotten = total_log_decay(log_decay, latents, cu_seqlens) if output_final_state else None
-    as_given = latents or start, log_decay
+    as_given = latents, log_decay
     latents, log_decay = _forget_first(latents, log_decay, step)
     every = (latent_q, latent_k, q, k, v, log_decay, *(latents or ()), *(tail or ()))
     every = (*every, *(unread or ()), *(sinks or ()))
@@ -349,6 +348,7 @@ def macchiato_attention(
     held: list[WindowState] = []  # the windows' states after the call
     if step and chosen == "triton":
         before, decay = as_given  # this kernel does the whole step
+        before = before or empty()
         tail = tail or WindowState.empty(k, v, window)
         if delay:
             unread = unread or WindowState.empty(latent_k, v, window + 1)
@@ -358,7 +358,7 @@ def macchiato_attention(
     elif B * T == 0:
         there = (latent_q, latent_k, q, k, *(() if sinks is None else sinks[:3]))
         out = nothing_out(v.repeat_interleave(H // G, 2), *there, log_decay)
-        latte_state = start
+        latte_state = as_given[0] or empty()
     else:
         options: dict[str, Any] = {} if seen_sinks is None else {"sinks": seen_sinks}
         if delay:
@@ -410,7 +410,11 @@ def macchiato_attention(
         held.append(final_window_state(k, v, window, key_mask, cu_seqlens, tail))
         if delay:
             held.append(final_window_state(latent_k, v, window + 1, key_mask, cu_seqlens, unread))
-    after: Any = (LatteState(latte_state.log_mass, latte_state.mean, forgotten), *held)
+    if delay:
+        held[1] = oldest_alone(held[1])
+    after = MacchiatoState(LatteState(latte_state.log_mass, latte_state.mean, forgotten), *held)
+    if initial_state is not None and hasattr(initial_state, "pending"):
+        return out, initial_state._replace(**after._asdict())
     return out, after
 
 
@@ -447,12 +451,13 @@ def window_log_mass(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     initial_state: WindowState | None = None,
-    sinks: Sinks | None = None,
+    partition: Partition | None = None,
 ) -> Tensor:
     """The logsumexp of a causal window's logits, which ``joint`` adds to the window's logit.
 
     Args:
-        q, k, window, scale, softcap, sinks: Arguments as for :func:`macchiato_attention`.
+        q, k, window, scale, softcap: Arguments as for :func:`macchiato_attention`.
+        partition: Its ``sinks`` count too.
         initial_state: ``WindowState`` before the first token. Not together with ``cu_seqlens``.
 
     Returns:
@@ -472,7 +477,7 @@ def window_log_mass(
     if cu_seqlens is not None and initial_state is not None:
         raise ValueError(f"{op}: expected cu_seqlens or initial_state, got both")
     initial_state = check_window_state(op, initial_state, window, N, k, None)
-    sinks = check_sinks(op, sinks, sizes, N, q, causal=True)
+    sinks = check_sinks(op, sinks_alone(op, partition), sizes, N, q, causal=True)
     local = Local.of(window, scale, softcap, sizes["K"])
     seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
 
@@ -508,7 +513,7 @@ def sliding_window_attention(
     cu_seqlens: Tensor | None = None,
     initial_state: WindowState | None = None,
     output_final_state: bool = False,
-    sinks: Sinks | None = None,
+    partition: Partition | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, WindowState | None]:
     """Softmax attention over a sliding window, in linear time and memory (paper, eq. 17).
@@ -524,7 +529,7 @@ def sliding_window_attention(
         scale: Factor of the logits; 1 / sqrt(K) if None.
         softcap: Cap of the logits, which become ``softcap * tanh(logit / softcap)``.
         initial_state: ``WindowState`` with the last W-1 keys and values (causal only).
-        sinks: First tokens, which stay visible beside the window (causal, and with a window).
+        partition: Its ``sinks`` stay visible beside the window (causal, and with a window).
 
     Returns:
         Output (B, T, H, D) and the final ``WindowState`` (None unless ``output_final_state``).
@@ -547,7 +552,7 @@ def sliding_window_attention(
     if window is None and cu_seqlens is not None and carried:
         raise ValueError(f"{op}: full attention (window=None) carries no state when packed")
     initial_state = check_window_state(op, initial_state, window, N, k, v)
-    sinks = check_sinks(op, sinks, sizes, N, q, causal)
+    sinks = check_sinks(op, sinks_alone(op, partition), sizes, N, q, causal)
     if sinks is not None and window is None:
         raise ValueError(f"{op}: sinks need a window, got window=None, which sees every token")
     every = (q, k, v, *(initial_state or ()), *(sinks or ()))

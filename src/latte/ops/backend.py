@@ -25,7 +25,7 @@ needs no gradient.
 The native kernels are not the default inside a transform of ``torch.func``, nor for inputs with
 forward-mode tangents, because custom ops do not support these. ``"torch"`` is used there. It has
 ``vmap``. Forward mode and gradients by ``torch.func`` need ``"reference"``, and an error says so.
-Second-order gradients of ``"cpu"`` and ``"torch"`` are those of the reference's operations.
+The kernels have no second derivatives; ``"reference"`` has them, and an error says so.
 ``backend="cpu"`` raises ``ValueError`` without the library and for tensors on another device, and
 ``NotImplementedError`` in forward mode. The in-place steps of decoding (:mod:`latte.ops.step`) use
 native kernels unless another backend is named. If the library is not installed but could be, the

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from latte.ops.state import LatteState, MacchiatoState, Sinks, WindowState
+from latte.ops.state import (
+    LatteState,
+    MacchiatoState,
+    Partition,
+    Sinks,
+    WindowState,
+    with_all_values,
+)
 from latte.ops.tensors import Sequences, computation_dtype, without_masked
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -277,10 +284,14 @@ def check_window_state(
     N: int,
     k_BTGK: Tensor,
     v_BTGD: Tensor | None,
+    oldest_alone: bool = False,
 ) -> WindowState | None:
     """The state fits the window (any length of tail if that is None); as wide as k and v.
 
     Without v, values are not read, and may have any width.
+
+    Args:
+        oldest_alone: Whether the state may hold the value of its oldest token alone.
     """
     if state is None:
         return None
@@ -291,7 +302,10 @@ def check_window_state(
     P = window - 1 if window is not None else state[0].shape[1] if state[0].ndim > 1 else 0
     if v_BTGD is None:
         v_BTGD = state[1] if isinstance(state[1], Tensor) else k_BTGK
-    shapes = ((N, P, *k_BTGK.shape[2:]), (N, P, *v_BTGD.shape[2:]), (N, P))
+    held = P
+    if oldest_alone and isinstance(state[1], Tensor) and state[1].shape[1:2] == (1,):
+        held = 1
+    shapes = ((N, P, *k_BTGK.shape[2:]), (N, held, *v_BTGD.shape[2:]), (N, P))
     check_state(op, tuple(state), ("keys", "values", "mask"), shapes, k_BTGK.device)
     keys, values, mask = state
     return WindowState(keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype), mask)
@@ -309,22 +323,51 @@ def check_macchiato_state(
 ) -> tuple[LatteState | None, WindowState | None, WindowState | None]:
     """The parts of a state, which fit N, H, L, D and the inputs; as wide as these.
 
-    Latents, the window's tail and, with ``delay``, the sources that the latents have not read.
+    Latents, the window's tail and, with ``delay``, the sources that the latents have not read, with
+    all their values.
     """
     if state is None:
         return None, None, None
-    if not isinstance(state, tuple) or len(state) != 2 + delay:
-        came = f"{len(state)} parts" if isinstance(state, tuple) else type(state).__name__
+    named = hasattr(state, "pending")
+    parts = (state.latent, state.window, state.pending) if named else state
+    if named and parts == (None, None, None):
+        return None, None, None
+    given = [x for x in parts if x is not None] if isinstance(parts, tuple) else []
+    if len(given) != 2 + delay or len(parts) not in (2, 3):
+        came = f"{len(given)} parts" if isinstance(state, tuple) else type(state).__name__
         kind = "(LatteState, WindowState)"
         if delay:
             kind = "(LatteState, WindowState, WindowState), as delay=True makes it,"
         raise ValueError(f"{op}: initial_state must be the tuple {kind} that came out, got {came}")
-    latents, tail, unread = (*state, None)[:3]
-    return (
-        check_latte_state(op, latents, sizes, k_BTGK),
-        check_window_state(op, tail, window, sizes[0], k_BTGK, v_BTGD),
-        check_window_state(op, unread, window + 1, sizes[0], latent_k_BTHL, v_BTGD),
+    latents, tail, pending = (*parts, None)[:3]
+    latents = check_latte_state(op, latents, sizes, k_BTGK)
+    tail = check_window_state(op, tail, window, sizes[0], k_BTGK, v_BTGD)
+    if pending is None or tail is None:
+        return latents, tail, None
+    pending = check_window_state(
+        op, pending, window + 1, sizes[0], latent_k_BTHL, v_BTGD, oldest_alone=True
     )
+    return latents, tail, with_all_values(pending, tail)
+
+
+def check_partition(op: str, partition: Partition | None) -> Partition:
+    """The division of the past; that of the paper if it is None."""
+    if partition is None:
+        return Partition()
+    if not isinstance(partition, Partition):
+        raise ValueError(f"{op}: partition must be a Partition, got {type(partition).__name__}")
+    return partition
+
+
+def sinks_alone(op: str, partition: Partition | None) -> Sinks | None:
+    """The sinks of a window without latents, where nothing else can be divided."""
+    sinks, delay, joint = check_partition(op, partition)
+    if delay or joint:
+        raise ValueError(
+            f"{op}: partition must have sinks alone, because there are no latents, got "
+            f"delay={delay}, joint={joint}"
+        )
+    return sinks
 
 
 def check_sinks(

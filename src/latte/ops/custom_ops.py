@@ -94,8 +94,6 @@ def differentiable_op(
     gradients: Sequence[str],
     saves: Sequence[str] = (),
     stand_ins: Mapping[str, str] | None = None,
-    again: Callable[[Any], tuple[Tensor, ...]] | None = None,
-    differentiable_backward: Callable[..., Mapping[str, Tensor]] | None = None,
 ) -> Any:
     """The op ``latte::NAME``, with gradients by ``latte::NAME_backward``.
 
@@ -112,10 +110,6 @@ def differentiable_op(
             come after them in the op's outputs.
         stand_ins: Arguments that the backward pass does not read. Each is mapped to an output of
             the same shape and dtype, which the backward pass gets instead.
-        again: Function of the arguments that computes ``returns``. PyTorch can differentiate its
-            operations twice.
-        differentiable_backward: The same as ``backward``, by operations that PyTorch can
-            differentiate. Second derivatives need either ``again`` or this function.
     """
     inputs = [f"{kind} {field}" for field, kind in _types(arguments).items()]
     count = sum(x.startswith("Tensor") for x in inputs)  # of tensors
@@ -163,25 +157,25 @@ def differentiable_op(
     def differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors, numbers, grads = ctx.saved_tensors, ctx.numbers, grads[: len(returns)]
         every: list[Tensor | None] = [None] * len(fields)
-        twice = torch.is_grad_enabled()  # the gradients are to be differentiated
-        if twice and again is not None:
-            # Views, because the same tensor may be two of the arguments.
-            views = [None if x is None else x.view_as(x) for x in tensors[:count]]
-            places = [i for i in wanted if views[i] is not None and views[i].requires_grad]
-            results = again(arguments(*views, *numbers))
-            found = _differentiable(results, [views[i] for i in places], grads)
-        elif twice and differentiable_backward is not None:
-            _, saved, numbers = _split((*tensors, *numbers), count, len(saves))
-            by_name = differentiable_backward(arguments(*tensors[:count], *numbers), *grads, *saved)
-            places, found = wanted, tuple(by_name[x] for x in gradients)
-        else:
-            places, found = wanted, backward_op(*grads, *tensors, *numbers)
-        for i, dx in zip(places, found, strict=True):
+        check_first_order(f"latte::{name}")
+        for i, dx in zip(wanted, backward_op(*grads, *tensors, *numbers), strict=True):
             every[i] = None if tensors[i] is None else dx
         return tuple(every)
 
     torch.library.register_autograd(op, differentiate, setup_context=save)
     return op
+
+
+def check_first_order(op: str) -> None:
+    """Refuse a backward pass that is to be differentiated itself.
+
+    Raises:
+        NotImplementedError: It is one with ``create_graph=True``.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f'{op} has no second derivatives (create_graph=True); backend="reference" has them'
+        )
 
 
 def _types(arguments: type[Any]) -> dict[str, str]:
@@ -215,12 +209,3 @@ def _split(given: tuple[Any, ...], *sizes: int) -> Iterator[tuple[Any, ...]]:
         yield given[:size]
         given = given[size:]
     yield given
-
-
-def _differentiable(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """Gradients of the inputs, which can be differentiated."""
-    pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if y.requires_grad]
-    ends, slopes = ([pair[i] for pair in pairs] for i in (0, 1))
-    return torch.autograd.grad(ends, inputs, slopes, create_graph=True, allow_unused=True)

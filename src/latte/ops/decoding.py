@@ -1,8 +1,8 @@
-"""Native CPU kernels for the dense parts of a decoding step: linear maps, SwiGLU, RMSNorm, RG-LRU.
+"""Native CPU kernels for decoding: linear maps, SwiGLU, RMSNorm and RG-LRU of a few tokens.
 
-With few rows the time of a step is that of reading the weights, and in small models that of Python
-calls. So each function is one call of a kernel. The functions have no gradients; :func:`serves`
-says whether they can be called. Sums are fp32 (fp64 for fp64), outputs have the dtype of ``x``.
+The time of a decoding step is spent on reading the weights and, in small models, on Python calls.
+So each function is one call of a kernel. The functions have no gradients, and :func:`serves` says
+whether they can be called. Sums are in fp32 (fp64 for fp64). Outputs have the dtype of ``x``.
 
 Shape suffixes: B batch, E width, M outputs, N blocks, P channels per block.
 """

@@ -199,8 +199,51 @@ class SeenSinks(NamedTuple):
         return cls(sinks.q, keys, values, sinks.mask, seen)
 
 
-# Macchiato's state: latents, window, and with delayed latents the tokens they have not read yet.
-MacchiatoState = tuple[LatteState, WindowState] | tuple[LatteState, WindowState, WindowState]
+class Partition(NamedTuple):
+    """How the past is divided between the window and the latents, beyond the paper.
+
+    Attributes:
+        sinks: First tokens, which stay visible to the window's softmax.
+        delay: Whether the latents read only sources that have left the window, s <= t - W. The two
+            branches then share no source. While none has left the window, p(0|t) is 1.
+        joint: Whether the window's keys and the latents share one softmax. The window's logit
+            ``latent_q[..., 0]`` is then added to the logit of every key, so that p(0|t) is
+            ``softmax(latent_q_t + [m_t, 0, ..., 0])[0]`` with m_t the logsumexp of the window's
+            logits, sinks included.
+    """
+
+    sinks: Sinks | None = None
+    delay: bool = False
+    joint: bool = False
+
+
+class MacchiatoState(NamedTuple):
+    """The state of Latte-Macchiato. All parts are None before the first token.
+
+    Attributes:
+        latent: State of the latents.
+        window: Last W-1 local keys and values.
+        pending: Sources that delayed latents have not read yet, the last W tokens: their latent
+            keys (B, W, H, L) and mask (B, W), and the value (B, 1, G, D) of the oldest token alone,
+            because the window holds the others. None without delay.
+    """
+
+    latent: LatteState | None = None
+    window: WindowState | None = None
+    pending: WindowState | None = None
+
+
+def oldest_alone(pending: WindowState) -> WindowState:
+    """Pending sources (B, W, ...) with the value of the oldest alone."""
+    # A copy, because a view would keep all values alive.
+    return pending._replace(values=pending.values[:, :1].clone())
+
+
+def with_all_values(pending: WindowState, window: WindowState) -> WindowState:
+    """Pending sources with all their values, (B, W, G, D), those of the window too."""
+    if pending.values.shape[1] == pending.keys.shape[1]:
+        return pending
+    return pending._replace(values=torch.cat([pending.values, window.values], 1))
 
 
 class LinearState(NamedTuple):

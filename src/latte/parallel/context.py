@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from latte.errors import LatteError
-from latte.layers import MixerState
 from latte.models.cache_name import KEYWORDS
 from latte.models.loss import IGNORED
 from latte.parallel.batch import Group, process_group
@@ -74,7 +73,7 @@ def context_parallel(model: nn.Module, group: Group = None) -> Iterator[nn.Modul
             handle.remove()
         for module in sharded:
             module.set_all_reduce_hook(None)  # type: ignore[arg-type]
-        decoder.earlier = None
+        decoder.shards = None
 
 
 def find_decoder(model: Any) -> Any:
@@ -87,7 +86,7 @@ def find_decoder(model: Any) -> Any:
         raise LatteError(f"context_parallel: {name} is compiled; expected a plain model")
     decoder = getattr(model, getattr(model, "base_model_prefix", ""), model)
     language_model = decoder is model or hasattr(model, "lm_head")
-    if not hasattr(decoder, "earlier") or not language_model:
+    if not hasattr(decoder, "shards") or not language_model:
         raise LatteError(
             f"context_parallel: expected a language model of Latte's or its decoder, got {name}"
         )
@@ -122,8 +121,7 @@ def _connect(decoder: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
                 raise LatteError(f"context_parallel: {name} goes with whole sequences alone")
         tokens = given["input_ids" if given.get("input_ids") is not None else "inputs_embeds"]
         bounds, mask = given.get("cu_seq_lens_q"), given.get("attention_mask")
-        shards = _look_around(tokens, mask, bounds, group)
-        decoder.earlier = MixerState(position=shards.position, shards=shards)
+        decoder.shards = _look_around(tokens, mask, bounds, group)
         return args, kwargs | {"use_cache": False}
 
     return connect

@@ -31,6 +31,7 @@ from latte.ops import (
 from latte.ops.state import (
     LatteState,
     LinearState,
+    MacchiatoState,
     WindowState,
     final_window_state,
     last_tokens,
@@ -84,7 +85,7 @@ class Shards:
 
     @full_precision
     def run(
-        self, op: Callable[..., Any], *inputs: Any, initial_state: None = None, **options: Any
+        self, op: Callable[..., Any], *inputs: Any, initial_state: Any = None, **options: Any
     ) -> tuple[Tensor, Any]:
         """The op's output for this process's tokens; its ``initial_state`` comes from the others.
 
@@ -340,7 +341,7 @@ HANDOVERS: dict[Callable[..., Any], Handover] = {
         (0.0, 0.0, 0.0, -torch.inf, 0.0, 0.0),
         _macchiato,
         _followed_macchiato,
-        lambda shards, state: (LatteState(*state[3:5]), WindowState(*state[:3])),
+        lambda shards, state: MacchiatoState(LatteState(*state[3:5]), WindowState(*state[:3])),
     ),
     sliding_window_attention: Handover(
         (0.0, 0.0, 0.0), _window, _followed_tail, lambda shards, state: WindowState(*state)

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from latte import __version__
-from latte.layers.state import MixerState, map_tensors
+from latte.layers.mixer import MixerState
+from latte.layers.rollback import map_tensors
 from latte.models.cache import LatteCache, tensors_in
 from latte.models.state_file import fingerprint
 

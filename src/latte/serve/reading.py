@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from latte.layers.state import map_tensors
+from latte.layers.rollback import map_tensors
 from latte.models.cache import LatteCache
 from latte.serve.prefix_cache import Ids, PromptPiece, StateStore, pieces_of, root_of
 from latte.serve.sampling import TokenScore, scores_of

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latte.layers.state import MixerState, map_tensors
+from latte.layers.mixer import MixerState
+from latte.layers.rollback import map_tensors
 from latte.models.cache import LatteCache
 from latte.ops.state import WindowState
 

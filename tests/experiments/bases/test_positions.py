@@ -12,10 +12,10 @@ from experiments.bases import paired, positions
 from experiments.bases.positions import Plan
 from experiments.bases.reading import corpus, first_ids
 from experiments.bases.results import read_rows
+from experiments.sides import side
 from latte.lab.compare.intervals import mean_of
 from latte.lab.data import byte_tokenizer
 from latte.lab.data.files import read_documents
-from latte.lab.evaluate.sides import side
 
 
 def options(folders, *more):

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from experiments.ingredients.mixer import NOT_WRITTEN, TrialMixer
 from experiments.ingredients.model import layer_half_lives
-from latte.layers import LatteMacchiato, Piece
+from latte.layers import Context, LatteMacchiato
+from latte.layers.mixer import EMPTY
 from tests.experiments.ingredients.laws import (
     TOLERANCE,
     check_causal_and_learning,
@@ -93,13 +94,12 @@ def test_the_short_convolution_and_the_norm_of_q_and_k(parts):
         setattr(plain, name, torch.nn.Identity())
         getattr(plain, name).forward = lambda _, y=y: y
     plain.o_proj = layer.o_proj
-    plain._piece = lambda x, *given: TrialMixer._piece(layer, x, *given)  # v_proj has no weight
     torch.testing.assert_close(layer(x)[0], plain(x)[0], **TOLERANCE)
 
 
 def test_one_softmax_is_over_the_window_and_all_pairs_of_latent_and_token():
     layer, x = make({"one_softmax": True}), inputs(1, 20)
-    latent_q, latent_k, decay, _ = layer.latents(Piece(x))
+    latent_q, latent_k, decay, _ = layer.latents(x, EMPTY, Context())
     q, k = layer.mixing_logits(x)[2:]
     total = decay.cumsum(1)
     pairs = latent_q[:, :, None, :, 1:] + latent_k[:, None] + total[:, :, None] - total[:, None]

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from latte.conversion.attention import MacchiatoAttention
-from latte.conversion.attention_distillation import _enter
 from latte.conversion.config import CONFIGS
 from latte.conversion.modeling import FAMILIES
 from latte.lab.inspect.mixing import Inspection, collect, find_layers, summary_rows
 from latte.lab.inspect.report import outline, write_report
-from latte.layers import Piece
+from latte.layers.mixer import EMPTY
 
 WINDOW, READ, SHOWN = 5, 24, 18
 SHAPE = {
@@ -49,12 +48,13 @@ def look():
 
         def read(layer, args, kwargs):
             given = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
-            x, tokens = given["hidden_states"], given["tokens"]
-            local = layer.project(x, given["position_embeddings"], tokens)
+            x, context = given["hidden_states"], given["context"]
+            context = layer.turned(context, given["position_embeddings"])
+            projected = layer._project(x, EMPTY, context)
             identity = torch.eye(READ)[None, :, None].expand(
                 1, -1, SHAPE["num_key_value_heads"], -1
             )
-            out, _, _ = layer.mix(local._replace(v=identity), Piece(x))
+            out, _ = layer._attend(x, projected._replace(v=identity), context)
             own["weights"] = out[0].transpose(0, 1)[:, :SHOWN, :SHOWN]
 
         last = [m for m in model.modules() if isinstance(m, MacchiatoAttention)][-1]
@@ -109,7 +109,7 @@ def test_delayed_latents_are_not_asked_before_they_see(look):
 def test_the_report_of_a_converted_model(look, tmp_path):
     model, inspection, _ = look("llama", delay_latents=True, num_sinks=1)
     hooks = {hook for module in model.modules() for hook in module._forward_pre_hooks.values()}
-    assert hooks == {_enter}  # the layers' own: what looked on is gone
+    assert not hooks  # what looked on is gone
     written = write_report(inspection, tmp_path)
     assert {"usage.csv", "collapse.png", "window_share.png", "index.html"} <= set(written)
     assert "of   3" in outline(inspection) and "no latent has read" not in outline(inspection)

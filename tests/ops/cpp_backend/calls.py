@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from latte.ops import (
     LatteState,
+    Partition,
     Sinks,
     WindowState,
     causal_conv1d,
@@ -158,7 +159,7 @@ def attention(draw: Draw, kind: str) -> list[Tensor]:
             n = draw.one(1, 4, 9)
             position = draw.one(None, torch.arange(N) * 70)
             keys = draw.floats(B, T, H, K), draw.floats(N, n, G, K), draw.floats(N, n, G, D)
-            options["sinks"] = Sinks(*keys, draw.mask(N, n), position)
+            options["partition"] = Partition(Sinks(*keys, draw.mask(N, n), position))
         if kind == "window" and draw.often() or state:
             tail = draw.floats(N, W - 1, G, K), draw.floats(N, W - 1, G, D)
             state.append(WindowState(*tail, draw.mask(N, W - 1)))
@@ -175,7 +176,9 @@ def attention(draw: Draw, kind: str) -> list[Tensor]:
         v = draw.floats(B, T, H, D)
         return draw.with_gradients(latte_attention(draw.floats(B, T, H, L), latent_k, v, **options))
     packed_on = "cu_seqlens" in options and "initial_state" in options
-    options |= {"delay": delay, "joint": not packed_on and draw.often(0.3)}
+    joint = not packed_on and draw.often(0.3)
+    divided = options.pop("partition", Partition())._replace(delay=delay, joint=joint)
+    options["partition"] = divided
     inputs = draw.floats(B, T, H, L + 1), latent_k, q, k, v
     return draw.with_gradients(macchiato_attention(*inputs, **options))
 

@@ -70,11 +70,11 @@ def test_threads_strides_and_other_rows_change_nothing():
         assert torch.equal(layer(x[:, :9]), layer(x)[:, :9])
 
 
-def test_gradients_can_be_differentiated():
+def test_gradients_by_differences():
     for layer in layers(2):
         x = randn(2, 3, 6).to(F64).requires_grad_()
         layer = layer.to(F64)
-        assert torch.autograd.gradcheck(layer, x) and torch.autograd.gradgradcheck(layer, x)
+        assert torch.autograd.gradcheck(layer, x)
 
 
 def test_the_product_of_a_swiglu_is_not_kept():

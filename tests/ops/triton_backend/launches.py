@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from latte.ops import (
     LatteState,
+    Partition,
     Sinks,
     WindowState,
     causal_conv1d,
@@ -205,7 +206,7 @@ def macchiato(case: Case) -> tuple[Any, list[Tensor]]:
     sinks = case.far(K)
     state = (*state, *(sinks[:3] if sinks else ()))
     options |= {"window": window, "softcap": case.softcap, "causal": case.causal}
-    options |= {"sinks": sinks, "delay": case.delay, "joint": case.joint}
+    options["partition"] = Partition(sinks, case.delay, case.joint)
     state = (*state, *case.decays(options))
     return macchiato_attention(*inputs, **options), [*inputs, *state]
 
@@ -220,7 +221,7 @@ def window(case: Case) -> tuple[Any, list[Tensor]]:
         state = local[:2]
     sinks = case.far(K)
     state = (*state, *(sinks[:3] if sinks else ()))
-    options |= {"window": window, "softcap": case.softcap, "sinks": sinks}
+    options |= {"window": window, "softcap": case.softcap, "partition": Partition(sinks)}
     return sliding_window_attention(*inputs, **options), [*inputs, *state]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from latte.ops import Sinks
+from latte.ops import Partition, Sinks
 from latte.ops.triton_backend import launch
 from latte.ops.triton_backend.macchiato import macchiato_op
 from tests.ops.helpers import assert_same, key_mask, macchiato_inputs, randn
@@ -67,7 +67,7 @@ def test_without_any_of_them_nothing_is_another():
     inputs = bench.inputs(1, 30)
     kept = (x[:, :0] for x in inputs[3:])
     none = Sinks(inputs[2], *kept, torch.ones(1, 0, dtype=torch.bool, device=DEVICE))
-    plain, again = bench.call(inputs)[0], bench.call(inputs, sinks=none, delay=False, joint=False)
+    plain, again = bench.call(inputs)[0], bench.call(inputs, partition=Partition(none))
     assert torch.equal(plain, again[0])
 
 

@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from latte.ops import (  # noqa: E402
     LatteState,
+    Partition,
     Sinks,
     WindowState,
     latte_attention,
@@ -296,7 +297,7 @@ def steps(instead: Any, dtype: torch.dtype, L: int, K: int, D: int, plain: bool)
         late = WindowState(case.randn(B, P + 1, H, L), case.randn(B, P + 1, G, D), slots)
         n = 1 if plain else 4
         kept = case.randn(B, n, G, K), case.randn(B, n, G, D), torch.ones(B, n, dtype=torch.bool)
-        options |= {"sinks": Sinks(case.randn(B, 1, H, K), *kept), "delay": True, "joint": True}
+        options["partition"] = Partition(Sinks(case.randn(B, 1, H, K), *kept), True, True)
         macchiato_attention(
             *macchiato, window=P + 1, softcap=softcap, initial_state=(*both, late), **options
         )

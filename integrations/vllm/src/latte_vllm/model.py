@@ -29,7 +29,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from latte.layers import MixerState
-from latte.layers.state import map_tensors
+from latte.layers.rollback import map_tensors
 from latte.models import LatteCache
 from latte.models.cache import tensors_in
 

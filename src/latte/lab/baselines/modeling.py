@@ -14,6 +14,7 @@ from latte.lab.baselines.config import ComparatorConfig
 from latte.lab.baselines.low_rank import Linformer, Luna
 from latte.lab.baselines.mega import Mega
 from latte.lab.baselines.state_spaces import H3, S5
+from latte.layers import Context
 from latte.models.modeling import (
     LatteBlock,
     LatteForCausalLM,
@@ -54,11 +55,8 @@ class ComparatorBlock(LatteBlock):
     def forward(
         self,
         x_BTE: Tensor,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        rotary: Any = None,
+        context: Context,
         state: Any = None,
-        output_final_state: bool = False,
         output_attentions: bool = False,
     ) -> tuple[Tensor, None, None]:
         """Hidden states (B, T, E), without a state and without attention weights.
@@ -67,14 +65,14 @@ class ComparatorBlock(LatteBlock):
             ValueError: A cache, packed sequences or attention weights are wanted.
         """
         for asked, what in (
-            (state is not None or output_final_state, "cache (leave use_cache out)"),
-            (cu_seqlens is not None, "packed sequences (give each a row of its own)"),
+            (state is not None or context.output_final_state, "cache (leave use_cache out)"),
+            (context.cu_seqlens is not None, "packed sequences (give each a row of its own)"),
             (output_attentions, "output_attentions: their weights are not attention alone"),
         ):
             if asked:
                 raise ValueError(f"{type(self.mixer).__name__} models take no {what}")
         options = {"residual": x_BTE} if self.mixer.gates_residual else {}
-        mixed = self.mixer(self.mixer_norm(x_BTE), key_mask, **options)
+        mixed = self.mixer(self.mixer_norm(x_BTE), context.key_mask, **options)
         return self._feed_forward(x_BTE + self._drop(mixed)), None, None
 
 

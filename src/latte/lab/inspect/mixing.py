@@ -25,10 +25,10 @@ from torch.nn.functional import softplus
 
 from latte.conversion.attention import MacchiatoAttention
 from latte.errors import LatteError, one_line
-from latte.layers import Mixer
-from latte.layers.latent_input import state_probabilities
-from latte.layers.mixer import softmax_weights
-from latte.layers.state import Piece
+from latte.layers import Context, LatteMacchiato, Mixer
+from latte.layers.latents import state_probabilities
+from latte.layers.mixer import EMPTY
+from latte.layers.weights import softmax_weights
 
 
 @dataclass(frozen=True)
@@ -182,26 +182,22 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> La
     delay = 0
     if getattr(getattr(layer, "latents", None), "forgetting", "none") != "none":
         half_lives = _half_lives(layer, arguments)
-    if isinstance(layer, MacchiatoAttention):
-        names = ("hidden_states", "position_embeddings", "tokens")
-        x_BTE, rotation, tokens = (arguments[name] for name in names)
-        latent_q, latent_k, q, _ = layer.mixing_logits(x_BTE, rotation, tokens)
-        if q is not None:
-            window = layer.window_weights(x_BTE, rotation, tokens, shown)
-            width = layer.base_window if layer.mixing == "base" else layer.window
+    assert isinstance(layer, Mixer)
+    x_BTE, context = _inputs(layer, arguments)
+    latent_q, latent_k, q, k = layer.mixing_logits(x_BTE, context=context)
+    if isinstance(layer, LatteMacchiato) and q is not None:
+        window, width = layer.window_weights(x_BTE, shown, context), layer.window
+        if isinstance(layer, MacchiatoAttention) and layer.mixing == "base":
+            width = layer.base_window
         if latent_k is not None and layer.delay_latents:
             delay = layer.window
-    else:
-        assert isinstance(layer, Mixer)
-        x_BTE, options = arguments["x_BTE"], {"rotary": arguments.get("rotary")}
-        latent_q, latent_k, q, k = layer.mixing_logits(x_BTE, **options)
-        if q is not None and k is not None:
-            width = layer.window
-            near = (q[:, :shown].float(), k[:, :shown].float())
-            window = softmax_weights(*near, window=width, softcap=layer.softcap)
-        elif latent_q is None:
-            # Undirected linear attention has weights, but neither latents nor a softmax.
-            window = layer.attention_weights(x_BTE[:, :shown], **options)
+    elif q is not None and k is not None:
+        width = layer.window
+        near = (q[:, :shown].float(), k[:, :shown].float())
+        window = softmax_weights(*near, window=width, softcap=layer.softcap)
+    elif latent_q is None:
+        # Undirected linear attention has weights, but neither latents nor a softmax.
+        window = layer.attention_weights(x_BTE[:, :shown])
     states = None
     if latent_q is not None:
         states = state_probabilities(latent_q.float(), window=q is not None)
@@ -215,11 +211,19 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> La
     return LayerMixing(states_THS, latent_k_THL, window_HPP, width, delay, half_lives)
 
 
+def _inputs(layer: nn.Module, arguments: Mapping[str, Any]) -> tuple[Tensor, Context]:
+    """The input (B, T, E) and the context of a call of the layer's ``forward``."""
+    context: Context = arguments["context"]
+    if isinstance(layer, MacchiatoAttention):
+        return arguments["hidden_states"], layer.turned(context, arguments["position_embeddings"])
+    return arguments["x_BTE"], context
+
+
 def _half_lives(layer: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
     """``LayerMixing.half_lives_2HL`` of a layer on these arguments."""
     latents: Any = layer.latents
-    x_BTE = arguments["hidden_states" if isinstance(layer, MacchiatoAttention) else "x_BTE"]
-    _, _, log_decay, _ = latents(Piece(x_BTE.to(latents.k_proj.weight.dtype)))
+    x_BTE, context = _inputs(layer, arguments)
+    _, _, log_decay, _ = latents(x_BTE.to(latents.k_proj.weight.dtype), EMPTY, context)
     learnt_HL = softplus(latents.decay_bias.double()).unflatten(0, (latents.num_heads, -1))
     return math.log(2.0) / torch.stack([-log_decay[0].double().mean(0), learnt_HL]).cpu()
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from latte.ops import double_backward, reference
 from latte.ops.arguments import (
     LATTE_GRADIENTS,
     MACCHIATO_GRADIENTS,
@@ -30,18 +29,14 @@ from latte.ops.arguments import (
     Earlier,
     Latte,
     Window,
-    sinks_of,
 )
 from latte.ops.cpp_backend import library, schemas
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.notices import warn_once
 from latte.ops.state import LatteState, SeenSinks, WindowState, final_buffers
 from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, sequence_bounds
-from latte.ops.torch_backend import log_mass as log_mass_of
-from latte.ops.torch_backend import recurrence
 
-# Number of tokens between two states that are kept for the backward pass (SEGMENT in
-# attention.cpp).
+# Number of tokens between two states that are kept for the backward pass, as in attention_plan.h.
 SEGMENT = 256
 
 
@@ -230,19 +225,9 @@ def _rg_lru_fake(x: RGLRU) -> tuple[Tensor, ...]:
     return *empty_gradients(x.x), x.x.new_empty(N, x.x.shape[2], dtype=dtype)
 
 
-def _rg_lru_again(x: RGLRU) -> tuple[Tensor, ...]:
-    sequences = Sequences(x.key_mask, x.cu_seqlens)
-    return recurrence.rg_lru(*x[:4], sequences, x.initial_state, x.reverse)
-
-
 def _convolution_fake(x: Convolution) -> tuple[Tensor, ...]:
     N = count_sequences(x.x.shape[0], x.cu_seqlens)
     return *empty_gradients(x.x), x.x.new_empty(N, x.weight.shape[1] - 1, x.x.shape[2])
-
-
-def _convolution_again(x: Convolution) -> tuple[Tensor, ...]:
-    sequences = Sequences(x.key_mask, x.cu_seqlens)
-    return recurrence.causal_conv1d(*x[:3], sequences, x.initial_state)
 
 
 def _latents_fake(k: Tensor, v: Tensor, bounds: Tensor | None) -> tuple[Tensor, ...]:
@@ -254,23 +239,6 @@ def _latents_fake(k: Tensor, v: Tensor, bounds: Tensor | None) -> tuple[Tensor, 
     return v.new_empty(B, T, H, D), A, mu, *kept
 
 
-def _macchiato_again(x: NativeMacchiato) -> tuple[Tensor, ...]:
-    local, sequences = Local(x.window, x.scale, x.softcap), Sequences(x.key_mask, x.cu_seqlens)
-    tail = double_backward.window_of(x.tail_k, x.tail_v, x.tail_mask)
-    sinks = sinks_of(x.sink_q, x.sink_k, x.sink_v, x.sink_mask, x.sinks_seen)
-    latent_q = x.latent_q
-    if x.joint:
-        mass = log_mass_of.window_log_mass(x.q, x.k, local, sequences, tail, sinks)
-        latent_q = log_mass_of.with_log_mass(latent_q, mass)
-    out, last = reference.macchiato_attention(
-        *(latent_q, x.latent_k, x.q, x.k, x.v, local, sequences),
-        None if x.log_mass is None or x.mean is None else (x.log_mass, x.mean),
-        *(tail, x.log_decay, sinks, x.delay),
-        double_backward.window_of(x.pending_k, x.pending_v, x.pending_mask),
-    )
-    return out, *last
-
-
 if ABSENT is None:
     schemas.register()
     rg_lru_op = differentiable_op(
@@ -280,7 +248,6 @@ if ABSENT is None:
         returns=["h", "last"],
         gradients=["x", "recurrence_gate", "input_gate", "theta", "initial_state"],
         saves=["h", "last"],
-        again=_rg_lru_again,
     )
     convolution_op = differentiable_op(
         "cpu_convolution",
@@ -288,7 +255,6 @@ if ABSENT is None:
         _convolution_fake,
         returns=["out", "tail"],
         gradients=["x", "weight", "bias", "initial_state"],
-        again=_convolution_again,
     )
     latte_op = differentiable_op(
         "cpu_latte",
@@ -297,7 +263,6 @@ if ABSENT is None:
         returns=["out", "log_mass", "mean"],
         gradients=LATTE_GRADIENTS,
         saves=["top_M", "mass_M", "sum_M"],
-        again=double_backward.latte,
     )
     macchiato_op = differentiable_op(
         "cpu_macchiato",
@@ -306,7 +271,6 @@ if ABSENT is None:
         returns=["out", "log_mass", "mean"],
         gradients=(*MACCHIATO_GRADIENTS, "pending_k", "pending_v"),
         saves=["top_M", "mass_M", "sum_M"],
-        again=_macchiato_again,
     )
     window_op = differentiable_op(
         "cpu_window",
@@ -314,5 +278,4 @@ if ABSENT is None:
         lambda x: x.v.new_empty(*x.q.shape[:3], x.v.shape[3]),
         returns=["out"],
         gradients=WINDOW_GRADIENTS,
-        again=double_backward.window,
     )

@@ -1,5 +1,4 @@
-// What attention's large products multiply: numbers or, with AVX512-BF16, pairs of bf16. Included
-// by attention.cpp once per instruction set.
+// What attention's large products multiply: numbers or, with AVX512-BF16, pairs of bf16.
 //
 // The instruction multiplies two pairs and adds both products, which are exact, to a sum in fp32. A
 // pair holds two neighbours of the dimension that is summed over: of a row's columns (`along`), or

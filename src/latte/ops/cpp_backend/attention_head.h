@@ -1,36 +1,28 @@
 // One head of one sequence: what is kept of it from chunk to chunk, and the room for a chunk.
-// Included by attention.cpp once per instruction set.
 
-// A chunk of keys and values, ready to be read by queries.
-template <class T>
-struct Keys {
-    Factor<T>*k, *k_panels, *v, *v_panels;
-    T *dk, *dv;
-    T* hidden;     // 0, or -inf for a key that is masked
-    bool masked;   // one of them is
-    bool strange;  // a value is not finite: no query may multiply it by 0
-};
-
-// The sinks of a sequence, in rows of whole vectors.
-template <class T>
+// The sinks of a sequence, ready to be read by queries, in rows of whole vectors.
 struct SinkKeys {
     Factor<T>*k, *k_panels, *v, *v_panels;
     T *dk, *dv;
-    bool strange;
+    bool strange;  // a value is not finite: no query may multiply it by 0
+};
+
+// A chunk of keys and values.
+struct Keys : SinkKeys {
+    T* hidden;    // 0, or -inf for a key that is masked
+    bool masked;  // one of them is
 };
 
 // The latents before a token, relative to `top`.
-template <class T>
 struct Latents {
     T *top, *mass, *sum;
 };
 
 // Tokens of a chunk with one reference for every latent, the state before them, and what they
 // forget of it in all.
-template <class T>
 struct LatentRun {
     int64_t begin, end;
-    Latents<T> before;
+    Latents before;
     const T* forgotten;
 };
 
@@ -51,8 +43,7 @@ struct Memory {
 };
 
 // The data of a head that is kept from chunk to chunk, and the buffers for the present chunk.
-template <class T>
-struct Head {
+struct HeadData {
     static constexpr int64_t W = width<T>;
     static constexpr T lowest = -std::numeric_limits<T>::infinity();
     const Attention& op;
@@ -67,7 +58,7 @@ struct Head {
     int64_t heard = 0;        // the first token at which late latents have received a source
     const int64_t column;  // of p at which latent_q begins: the window's is W - 1, latents follow
     Memory own_memory;
-    std::vector<Keys<T>> ring;
+    std::vector<Keys> ring;
     T *queries, *dy, *logits, *weights, *pairs, *slope, *p, *keys, *decays, *forgotten, *e,
         *e_panels, *alpha, *ratio, *out, *before, *delta, *lost, *pulled, *dkeys, *turned, *tops,
         *at_row, *totals, *reverse, *scalar, *sink_queries, *scores, *late_v, *late_panels,
@@ -76,15 +67,15 @@ struct Head {
     Factor<T>*left = nullptr, *right = nullptr;
     // Bf16 numbers stay as they are: the scale is on the scores then, otherwise on the queries.
     const T query_scale, score_scale;
-    SinkKeys<T> sinks;
-    Latents<T> state;
-    std::vector<T> top;              // what R is relative to
-    std::vector<T> saved;            // states before the runs of a segment
-    std::vector<LatentRun<T>> runs;  // of a segment, or of a chunk
+    SinkKeys sinks;
+    Latents state;
+    std::vector<T> top;           // what R is relative to
+    std::vector<T> saved;         // states before the runs of a segment
+    std::vector<LatentRun> runs;  // of a segment, or of a chunk
     HeadTask task;
     int64_t ahead_head = 0, ahead_chunks = 0;  // what comes after a chunk: whose, how far from it
 
-    Head(const Attention& attention, bool backward, Memory& common)
+    HeadData(const Attention& attention, bool backward, Memory& common)
         : op(attention), K(op.key_width()), D(op.v.sizes[3]), L(op.latents()), Kp(whole<T>(K)),
           Dp(whole<T>(D)), Lp(whole<T>(L)), Lq(Lp + W), size(op.v.bytes_each()), S(op.sinks()),
           Sp(whole<T>(S)), near(op.near()), far(op.far()), back(backward), forgets(op.forgets()),
@@ -97,7 +88,7 @@ struct Head {
         for (Memory* memory : {&own_memory, &common}) {
             for (int pass = 0; pass < 2; ++pass) {  // first how much, then where
                 memory->used = 0;
-                auto room = [&](int64_t count) { return memory->template room<T>(count); };
+                auto room = [&](int64_t count) { return memory->room<T>(count); };
                 if (memory == &common) divide(room);
                 else divide_own(room);
                 if (!pass) memory->reserve();
@@ -117,8 +108,8 @@ struct Head {
         const auto packed = [&](int64_t rows, int64_t n) {
             return room_for_factors(room, rows, n);
         };
-        ring.assign(size_t(slots), Keys<T>{});
-        for (Keys<T>& s : ring) {
+        ring.assign(size_t(slots), Keys{});
+        for (Keys& s : ring) {
             s.k = packed(TOKENS, Kp), s.k_panels = packed(TOKENS, K), s.v = packed(TOKENS, Dp);
             s.hidden = room(TOKENS);
             if (!back) continue;
@@ -162,7 +153,7 @@ struct Head {
         late_panels = room(TOKENS * D), late_pairs = room(TOKENS * TOKENS);
     }
 
-    Keys<T>& slot(int64_t chunk) { return ring[size_t(((chunk % slots) + slots) % slots)]; }
+    Keys& slot(int64_t chunk) { return ring[size_t(((chunk % slots) + slots) % slots)]; }
     int64_t rows_of(int64_t chunk) const { return least(TOKENS, task.count - chunk * TOKENS); }
     bool real(int64_t token) const {
         return !op.mask || op.mask.at<bool>()[task.row * op.tokens() + task.begin + token];
@@ -214,99 +205,12 @@ struct Head {
         return {columns, columns + op.sinks_seen.at<int64_t>()[task.row * op.tokens() + token]};
     }
 
+    int64_t border_at(int64_t border) const { return (border * op.heads() + task.h) * L; }
     int64_t kept_at(int64_t segment) const {
         return ((task.first_kept + segment) * op.heads() + task.h) * L;
     }
 
-    // Of the task: its first chunk, and where they end.
+    // The task's first chunk, and the one after its last.
     int64_t first_chunk() const { return task.from / TOKENS; }
     int64_t chunks() const { return (task.stop + TOKENS - 1) / TOKENS; }
-
-    // The walk over a sequence: attention.cpp.
-    void begin_task(const HeadTask& given);
-    void begin_forward(const HeadTask& given);
-    void forward_chunk(int64_t c);
-    void end_forward();
-    void begin_backward(const HeadTask& given);
-    void backward_chunk(int64_t c);
-    void load_last_keys();
-    void load_oldest_keys(int64_t c);
-    void end_backward();
-    void pull(int64_t c);
-
-    // The window and the sinks: attention_window.h.
-    void load_keys(int64_t chunk);
-    void load_sinks();
-    void pack(T* x, int64_t from, int64_t stop, int64_t ldx, int64_t n, Factor<T>* to,
-              Factor<T>* panels);
-    const T* own_values(int64_t chunk);
-    void against_sinks(int64_t rows, const T* x, int64_t ldx, int64_t n, const Factor<T>* panels,
-                       T* to);
-    void over_keys(int64_t rows, T* c, int64_t ldc, bool add, const Factor<T>* a,
-                   const Factor<T>* b, int64_t n, int64_t first, int64_t stop, bool apart);
-    void with_sinks(int64_t chunk, int64_t rows, const T* x, T* to);
-    void against(int64_t chunk, int64_t rows, const T* x, int64_t ldx, int64_t n, bool values,
-                 bool whole_chunk, T* to);
-    void with_keys(int64_t chunk, int64_t begin, int64_t end, const T* x, bool values,
-                   bool whole_chunk, T* to);
-    void to_keys(int64_t chunk, int64_t rows, const T* x, const T* y, bool values,
-                 bool whole_chunk);
-    void clear_around(int64_t chunk, int64_t i, bool whole_chunk, T* x);
-    void probabilities(int64_t chunk, int64_t rows);
-    void mix(int64_t chunk, int64_t i);
-    void cap(T* x, T* slopes, Span keys_seen, Span more);
-    void share_out(int64_t chunk, int64_t i);
-    void end_tail();
-    void backward_sinks(int64_t c, int64_t rows);
-    void through_window(int64_t chunk, int64_t i);
-    void through_softmax(int64_t chunk, int64_t i, T total);
-
-    // The latents: attention_latents.h.
-    int64_t pending_rows(int64_t chunk, int64_t rows) const;
-    void take_sources(const Tensor& x, const Tensor& pending, int64_t head, int64_t chunk,
-                      int64_t rows, T* to, int64_t n);
-    void load_logits(int64_t chunk, int64_t rows);
-    void refer(const T* to);
-    void rescale(int64_t l, T to, T factor);
-    void forget(const T* decay);
-    V<T> forget_at(int64_t begin, int64_t i, int64_t l);
-    int64_t find_end(int64_t begin, int64_t rows);
-    void scale_keys(const LatentRun<T>& run);
-    LatentRun<T> next_run(int64_t begin, int64_t rows);
-    void take_in(const LatentRun<T>& run, const T* v);
-    void add_scores(const LatentRun<T>& run, T* x, int64_t ldx);
-    void find_heard();
-    void with_late(const LatentRun<T>& run, bool strange);
-    void take_kept(int64_t segment);
-    void put_kept(int64_t segment);
-    template <class Work>
-    void walk_chunk(int64_t c, const Work& work);
-    void walk_segment(int64_t segment);
-    void load_values(int64_t chunk, int64_t rows, T* to);
-    void begin_reverse();
-    void refer_back(const T* from, const LatentRun<T>& run);
-    void end_state();
-    void load_late(int64_t c, int64_t rows);
-    void to_late(int64_t rows);
-    void put_late(int64_t c, int64_t rows);
-    size_t scale_runs(int64_t c);
-    void backward_latents(int64_t c, int64_t rows);
-    void through_mass(const LatentRun<T>& run, const T* products, int64_t ldp);
-    void add_reverse(const LatentRun<T>& run);
-    void backward_run(const LatentRun<T>& run, const T* v, T* dv, const T* products, int64_t ldp);
-    void backward_decays(const LatentRun<T>& run);
-    T log_mass_gradient(const Latents<T>& at, int64_t l) const;
-
-    // What parts give to each other: attention_parts.h.
-    int64_t border_at(int64_t border) const { return (border * op.heads() + task.h) * L; }
-    void add_forgotten(const LatentRun<T>& run);
-    void begin_local(const HeadTask& given);
-    void local_chunk(int64_t c);
-    void end_local();
-    void begin_end();
-    void take_reverse();
-    void begin_local_reverse(const HeadTask& given);
-    void local_reverse_chunk(int64_t c);
-    void end_local_reverse();
-    void put_border();
 };

@@ -1,5 +1,4 @@
-// Long sequences in parts, for more threads than there are heads. Included by attention.cpp once
-// per instruction set.
+// Long sequences in parts, for more threads than there are heads.
 //
 // The window of a part only needs the keys before it. The latents' state at its beginning is merged
 // from two passes. First each part computes the state of its own tokens alone: keys and values, a
@@ -11,6 +10,106 @@
 // with G what the later part forgets. Backward the same holds for R and its scalar, from the end.
 // There a part needs p and <dy, v> too. The gradients of keys before a part are kept apart, and
 // added when all parts are done.
+
+#include "attention_latents.h"
+
+struct PartHead : LatentHead {
+    using LatentHead::LatentHead;
+
+    // What a part forgets in all. No one asks that of a first part, before which there is no
+    // border.
+    void add_forgotten(const LatentRun& run) {
+        double* total = op.borders.forgotten.at<double>() + border_at(task.border);
+        for (int64_t l = 0; l < L; ++l) total[l] += double(run.forgotten[l]);
+    }
+    void begin_local(const HeadTask& given) {
+        begin_task(given);
+        if (forgets && task.from)
+            std::memset(op.borders.forgotten.at<double>() + border_at(task.border), 0,
+                        size_t(L) * 8);
+    }
+
+    // The state of a part alone, put where the next part begins.
+    void local_chunk(int64_t c) {
+        walk_chunk(c, [&](const LatentRun& run) {
+            if (forgets && task.from) add_forgotten(run);
+        });
+    }
+    void end_local() { put_kept(task.stop / SEGMENT); }
+
+    // R and its scalar after the last token of the task: from the gradients of the final state, or,
+    // in an earlier part, nothing.
+    void begin_end() {
+        if (!far) return;
+        if (chunks()) walk_segment((task.stop - 1) / SEGMENT);
+        top.assign(state.top, state.top + Lp);
+        if (task.last) return begin_reverse();
+        clear(reverse, Lp * Dp);
+        clear(scalar, Lp);
+    }
+
+    // R and its scalar as they are where the next part begins.
+    void take_reverse() {
+        const int64_t at = border_at(task.border + 1);
+        copy(top.data(), op.borders.top.at<T>() + at, L);
+        copy(scalar, op.borders.scalar.at<T>() + at, L);
+        const T* from = op.borders.reverse.at<T>() + at * D;
+        copy_rows(reverse, Dp, from, D, L, D);
+    }
+
+    // The R of a part alone. With `joint`, p needs the window's scores.
+    void begin_local_reverse(const HeadTask& given) {
+        begin_local(given);
+        begin_end();
+        if (!op.joint) return;
+        if (S) load_sinks();
+        load_last_keys();
+    }
+    void local_reverse_chunk(int64_t c) {
+        const int64_t rows = rows_of(c), token = task.begin + c * TOKENS;
+        if (op.joint) {
+            load_oldest_keys(c);
+            probabilities(c, rows);
+        } else {
+            take(op.latent_q, task.row, token, task.h, rows, p + column, Lq);
+            for (int64_t i = 0; i < rows; ++i) mix(c, i);
+        }
+        take(op.dout, task.row, token, task.h, rows, dy, Dp);
+        load_logits(c, rows);
+        load_late(c, rows);
+        for (size_t first = scale_runs(c); runs.size() > first; runs.pop_back()) {
+            const LatentRun& run = runs.back();
+            if (forgets) add_forgotten(run);
+            refer_back(top.data(), run);
+            top.assign(run.before.top, run.before.top + Lp);
+            through_mass(run, late_pairs, TOKENS);
+            add_reverse(run);
+        }
+        if (c > first_chunk() && c * TOKENS % SEGMENT == 0) walk_segment(c * TOKENS / SEGMENT - 1);
+    }
+    void end_local_reverse() {
+        const int64_t at = border_at(task.border);
+        copy(op.borders.top.at<T>() + at, top.data(), L);
+        copy(op.borders.scalar.at<T>() + at, scalar, L);
+        T* to = op.borders.reverse.at<T>() + at * D;
+        copy_rows(to, D, reverse, Dp, L, D);
+    }
+
+    // Gradients of the keys before a part, and of the sinks, by the part's queries.
+    void put_border() {
+        const Borders& to = op.borders;
+        if (!task.from) return;
+        if (S) {
+            put(to.dsink_k, task.border, 0, task.h, S, sinks.dk, Kp);
+            put(to.dsink_v, task.border, 0, task.h, S, sinks.dv, Dp);
+        }
+        for (int64_t j = 0; j < slots - 1; ++j) {
+            const Keys& s = slot(first_chunk() - slots + 1 + j);
+            put(to.dk, task.border, j * TOKENS, task.h, TOKENS, s.dk, Kp);
+            put(to.dv, task.border, j * TOKENS, task.h, TOKENS, s.dv, Dp);
+        }
+    }
+};
 
 // Some of the pieces.
 template <class Test>
@@ -37,33 +136,7 @@ static void every_border(const Attention& op, bool back, const Work& work) {
     });
 }
 
-// What a part forgets in all. No one asks that of a first part, before which there is no border.
-template <class T>
-inline void Head<T>::add_forgotten(const LatentRun<T>& run) {
-    double* total = op.borders.forgotten.at<double>() + border_at(task.border);
-    for (int64_t l = 0; l < L; ++l) total[l] += double(run.forgotten[l]);
-}
-template <class T>
-inline void Head<T>::begin_local(const HeadTask& given) {
-    begin_task(given);
-    if (forgets && task.from)
-        std::memset(op.borders.forgotten.at<double>() + border_at(task.border), 0, size_t(L) * 8);
-}
-
-// The state of a part alone, put where the next part begins.
-template <class T>
-inline void Head<T>::local_chunk(int64_t c) {
-    walk_chunk(c, [&](const LatentRun<T>& run) {
-        if (forgets && task.from) add_forgotten(run);
-    });
-}
-template <class T>
-inline void Head<T>::end_local() {
-    put_kept(task.stop / SEGMENT);
-}
-
 // The states where parts begin, from those of the parts alone.
-template <class T>
 static void join_states(const Attention& op) {
     const int64_t H = op.heads(), L = op.latents(), D = op.v.sizes[3];
     constexpr T lowest = -std::numeric_limits<T>::infinity();
@@ -89,73 +162,7 @@ static void join_states(const Attention& op) {
     });
 }
 
-// R and its scalar after the last token of the task: from the gradients of the final state, or, in
-// an earlier part, nothing.
-template <class T>
-inline void Head<T>::begin_end() {
-    if (!far) return;
-    if (chunks()) walk_segment((task.stop - 1) / SEGMENT);
-    top.assign(state.top, state.top + Lp);
-    if (task.last) return begin_reverse();
-    std::memset(reverse, 0, size_t(Lp * Dp) * sizeof(T));
-    std::memset(scalar, 0, size_t(Lp) * sizeof(T));
-}
-
-// R and its scalar as they are where the next part begins.
-template <class T>
-inline void Head<T>::take_reverse() {
-    const int64_t at = border_at(task.border + 1);
-    std::memcpy(top.data(), op.borders.top.at<T>() + at, size_t(L) * sizeof(T));
-    std::memcpy(scalar, op.borders.scalar.at<T>() + at, size_t(L) * sizeof(T));
-    const T* from = op.borders.reverse.at<T>() + at * D;
-    for (int64_t l = 0; l < L; ++l)
-        std::memcpy(reverse + l * Dp, from + l * D, size_t(D) * sizeof(T));
-}
-
-// The R of a part alone. With `joint`, p needs the window's scores.
-template <class T>
-inline void Head<T>::begin_local_reverse(const HeadTask& given) {
-    begin_local(given);
-    begin_end();
-    if (!op.joint) return;
-    if (S) load_sinks();
-    load_last_keys();
-}
-template <class T>
-inline void Head<T>::local_reverse_chunk(int64_t c) {
-    const int64_t rows = rows_of(c), token = task.begin + c * TOKENS;
-    if (op.joint) {
-        load_oldest_keys(c);
-        probabilities(c, rows);
-    } else {
-        take(op.latent_q, task.row, token, task.h, rows, p + column, Lq);
-        for (int64_t i = 0; i < rows; ++i) mix(c, i);
-    }
-    take(op.dout, task.row, token, task.h, rows, dy, Dp);
-    load_logits(c, rows);
-    load_late(c, rows);
-    for (size_t first = scale_runs(c); runs.size() > first; runs.pop_back()) {
-        const LatentRun<T>& run = runs.back();
-        if (forgets) add_forgotten(run);
-        refer_back(top.data(), run);
-        top.assign(run.before.top, run.before.top + Lp);
-        through_mass(run, late_pairs, TOKENS);
-        add_reverse(run);
-    }
-    if (c > first_chunk() && c * TOKENS % SEGMENT == 0) walk_segment(c * TOKENS / SEGMENT - 1);
-}
-template <class T>
-inline void Head<T>::end_local_reverse() {
-    const int64_t at = border_at(task.border);
-    std::memcpy(op.borders.top.at<T>() + at, top.data(), size_t(L) * sizeof(T));
-    std::memcpy(op.borders.scalar.at<T>() + at, scalar, size_t(L) * sizeof(T));
-    T* to = op.borders.reverse.at<T>() + at * D;
-    for (int64_t l = 0; l < L; ++l)
-        std::memcpy(to + l * D, reverse + l * Dp, size_t(D) * sizeof(T));
-}
-
 // R and its scalar where parts begin, from those of the parts alone.
-template <class T>
 static void join_reverse(const Attention& op) {
     const int64_t H = op.heads(), L = op.latents(), D = op.v.sizes[3];
     constexpr T lowest = -std::numeric_limits<T>::infinity();
@@ -177,24 +184,7 @@ static void join_reverse(const Attention& op) {
     });
 }
 
-// Gradients of the keys before a part, and of the sinks, by the part's queries.
-template <class T>
-inline void Head<T>::put_border() {
-    const Borders& to = op.borders;
-    if (!task.from) return;
-    if (S) {
-        put(to.dsink_k, task.border, 0, task.h, S, sinks.dk, Kp);
-        put(to.dsink_v, task.border, 0, task.h, S, sinks.dv, Dp);
-    }
-    for (int64_t j = 0; j < slots - 1; ++j) {
-        const Keys<T>& s = slot(first_chunk() - slots + 1 + j);
-        put(to.dk, task.border, j * TOKENS, task.h, TOKENS, s.dk, Kp);
-        put(to.dv, task.border, j * TOKENS, task.h, TOKENS, s.dv, Dp);
-    }
-}
-
 // Adds the first tokens of one head, of T both.
-template <class T>
 static void add_tokens(const Tensor& x, int64_t row, const Tensor& to, int64_t to_row,
                        int64_t token, int64_t head, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
@@ -205,16 +195,15 @@ static void add_tokens(const Tensor& x, int64_t row, const Tensor& to, int64_t t
 }
 
 // Adds what parts have given to keys before them, and to sinks, in the order of the parts.
-template <class T>
 static void add_borders(const Attention& op) {
     if (!op.near()) return;
     const int64_t rows = op.border_rows(), S = op.sinks();
     every_border(op, false, [&](const HeadTask& task) {
         const int64_t token = task.begin + task.from - rows;
-        add_tokens<T>(op.borders.dk, task.border, op.dk, task.row, token, task.h, rows);
-        add_tokens<T>(op.borders.dv, task.border, op.dv, task.row, token, task.h, rows);
+        add_tokens(op.borders.dk, task.border, op.dk, task.row, token, task.h, rows);
+        add_tokens(op.borders.dv, task.border, op.dv, task.row, token, task.h, rows);
         if (!S) return;
-        add_tokens<T>(op.borders.dsink_k, task.border, op.dsink_k, task.n, 0, task.h, S);
-        add_tokens<T>(op.borders.dsink_v, task.border, op.dsink_v, task.n, 0, task.h, S);
+        add_tokens(op.borders.dsink_k, task.border, op.dsink_k, task.n, 0, task.h, S);
+        add_tokens(op.borders.dsink_v, task.border, op.dsink_v, task.n, 0, task.h, S);
     });
 }

@@ -53,7 +53,7 @@ struct Plan {
     std::vector<Piece> pieces;  // the longest first
 
     Plan() = default;
-    // Of sequences of these lengths, with up to `together` heads in turns.
+    // The plan for sequences of these lengths, with up to `together` heads in turns.
     Plan(const std::vector<int64_t>& lengths, int64_t heads, int64_t together, int64_t window,
          int64_t threads) {
         int64_t total = 0, longest = 0;

@@ -1,5 +1,4 @@
-// The parts of attention.cpp: products of small matrices, and loads and stores of the rows of
-// one head. Included there once per instruction set.
+// Products of small matrices, and loads and stores of the rows of one head.
 
 // Rows of a tile. 12 vectors of sums, 2 of b and one of a fill 16 registers. Sums of pairs have the
 // 32 of AVX-512, and one whole tile less in a chunk.
@@ -169,6 +168,15 @@ LATTE_INLINE int64_t place(const Tensor& x, int64_t row, int64_t token, int64_t 
     return row * x.strides[0] + token * x.strides[1] + head * x.strides[2];
 }
 
+// Calls work(S{}) for the inputs of sums of type T: S is the type of their elements.
+template <class T, class Work>
+LATTE_INLINE void by_input(Type type, const Work& work) {
+    if constexpr (sizeof(T) == 8) return work(double{});
+    else if (type == Type::BF16) work(bf16{});
+    else if (type == Type::F16) work(fp16{});
+    else work(float{});
+}
+
 // Tokens of one head as rows of T, zeros up to ld.
 template <class T, class S>
 static void take_as(const Tensor& x, int64_t row, int64_t token, int64_t head, int64_t count, T* to,
@@ -183,15 +191,24 @@ static void take_as(const Tensor& x, int64_t row, int64_t token, int64_t head, i
 template <class T>
 static void take(const Tensor& x, int64_t row, int64_t token, int64_t head, int64_t count, T* to,
                  int64_t ld, T factor = T(1)) {
-    if constexpr (sizeof(T) == 8) {
-        take_as<T, double>(x, row, token, head, count, to, ld, factor);
-    } else {
-        switch (x.type()) {
-            case Type::BF16: return take_as<T, bf16>(x, row, token, head, count, to, ld, factor);
-            case Type::F16: return take_as<T, fp16>(x, row, token, head, count, to, ld, factor);
-            default: return take_as<T, float>(x, row, token, head, count, to, ld, factor);
-        }
-    }
+    by_input<T>(x.type(), [&](auto s) {
+        take_as<T, decltype(s)>(x, row, token, head, count, to, ld, factor);
+    });
+}
+
+template <class T>
+LATTE_INLINE void clear(T* x, int64_t count) {
+    std::memset(x, 0, size_t(count) * sizeof(T));
+}
+template <class T>
+LATTE_INLINE void copy(T* to, const T* from, int64_t count) {
+    std::memcpy(to, from, size_t(count) * sizeof(T));
+}
+// Rows of n numbers; `step` and `to_step` are the distances from a row to the next.
+template <class T>
+LATTE_INLINE void copy_rows(T* to, int64_t to_step, const T* from, int64_t step, int64_t rows,
+                            int64_t n) {
+    for (int64_t i = 0; i < rows; ++i) copy(to + i * to_step, from + i * step, n);
 }
 
 // The inverse; x is contiguous.
@@ -207,13 +224,6 @@ static void put_as(const Tensor& x, int64_t row, int64_t token, int64_t head, in
 template <class T>
 static void put(const Tensor& x, int64_t row, int64_t token, int64_t head, int64_t count,
                 const T* from, int64_t ld) {
-    if constexpr (sizeof(T) == 8) {
-        put_as<T, double>(x, row, token, head, count, from, ld);
-    } else {
-        switch (x.type()) {
-            case Type::BF16: return put_as<T, bf16>(x, row, token, head, count, from, ld);
-            case Type::F16: return put_as<T, fp16>(x, row, token, head, count, from, ld);
-            default: return put_as<T, float>(x, row, token, head, count, from, ld);
-        }
-    }
+    by_input<T>(x.type(),
+                [&](auto s) { put_as<T, decltype(s)>(x, row, token, head, count, from, ld); });
 }

@@ -133,13 +133,9 @@ def found_libraries() -> list[Path]:
 
 
 def of_other_sources() -> list[Path]:
-    """Libraries for this machine in the sources' folder that were built from other sources.
-
-    They include old ones without system and architecture in their name, which are no longer loaded.
-    """
+    """Libraries for this machine in the sources' folder that were built from other sources."""
     name = library_name()
-    found = [*HERE.glob(f"{_stem()}*{Path(name).suffix}"), *HERE.glob(f"native-{'?' * 12}.so")]
-    return [path for path in found if path.name != name]
+    return [x for x in HERE.glob(f"{_stem()}*{Path(name).suffix}") if x.name != name]
 
 
 def writable_folder() -> Path:

@@ -28,60 +28,46 @@
 #undef LATTE_FOR_PAIRS
 #endif
 
-#if defined(__x86_64__)
+// Functions between these two are compiled for more instruction sets than the baseline.
+#define LATTE_PRAGMA(words) _Pragma(#words)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#define LATTE_BEGIN(sets) \
+    LATTE_PRAGMA(clang attribute push(__attribute__((target(sets))), apply_to = function))
+#define LATTE_END LATTE_PRAGMA(clang attribute pop)
+#define LATTE_512(sets) sets "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"
 #else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+#define LATTE_BEGIN(sets) LATTE_PRAGMA(GCC push_options) LATTE_PRAGMA(GCC target(sets))
+#define LATTE_END LATTE_PRAGMA(GCC pop_options)
+#define LATTE_512(sets) sets "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512"
 #endif
+
+#if defined(__x86_64__)
+LATTE_BEGIN("avx2,fma,f16c")
 #define LATTE_WIDTH 32
 namespace latte::avx2 {
 #include "simd.h"
 #include LATTE_FILE
 }  // namespace latte::avx2
 #undef LATTE_WIDTH
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push( \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
-#endif
+LATTE_END
+LATTE_BEGIN(LATTE_512(""))
 #define LATTE_WIDTH 64
 namespace latte::avx512 {
 #include "simd.h"
 #include LATTE_FILE
 }  // namespace latte::avx512
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+LATTE_END
 #ifdef LATTE_FOR_PAIRS
-#if defined(__clang__)
-#pragma clang attribute push(                                                          \
-    __attribute__((target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), \
-    apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
-#endif
 #undef LATTE_PAIRS
 #define LATTE_PAIRS 1
+LATTE_BEGIN(LATTE_512("avx512bf16,"))
 namespace latte::avx512_bf16 {
 #include "simd.h"
 #include LATTE_FILE
 }  // namespace latte::avx512_bf16
+LATTE_END
 #undef LATTE_PAIRS
 #define LATTE_PAIRS 0
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
 #endif
 #undef LATTE_WIDTH
 #endif

@@ -12,7 +12,7 @@ struct Kept {
     V<T> a, factor;
 };
 
-// Of the recurrence gate r and 8 softplus(theta).
+// The arguments are the recurrence gate and 8 softplus(theta).
 template <class T>
 LATTE_INLINE Kept<T> kept(V<T> r, V<T> strength) {
     V<T> log_a = larger(smaller(all(LEAST_DECAY<T>), -r * strength), all(T(-87)));  // NaN stays

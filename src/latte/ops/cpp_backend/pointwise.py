@@ -1,6 +1,6 @@
 """The RMSNorm, SwiGLU's product and the rotation by native CPU kernels (``pointwise.cpp``).
 
-See :mod:`latte.ops.pointwise`. Gradients of gradients come from PyTorch's operations.
+See :mod:`latte.ops.pointwise`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from latte.ops.custom_ops import check_first_order
 from latte.ops.tensors import full_precision
-from latte.ops.torch_backend.pointwise import norm_gradients
+from latte.ops.torch_backend.pointwise import Rotation
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -20,16 +21,14 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, scale = torch.ops.latte.cpu_norm_rows(x.contiguous(), weight, eps)
-        ctx.eps = eps
         ctx.save_for_backward(x, scale, weight)
         return out
 
     @staticmethod
     @full_precision
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        check_first_order("rms_norm")
         x, scale, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return *norm_gradients(dy, x, weight, scale, ctx.eps), None
         rows = dy.contiguous(), x.contiguous(), weight, scale
         return *torch.ops.latte.cpu_norm_rows_backward(*rows), None
 
@@ -47,11 +46,8 @@ class _SiluProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            s = torch.sigmoid(gate)
-            return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
-        return torch.ops.latte.cpu_glu_backward(*(x.contiguous() for x in (dy, gate, up)))
+        check_first_order("silu_product")
+        return torch.ops.latte.cpu_glu_backward(*(x.contiguous() for x in (dy, *ctx.saved_tensors)))
 
 
 silu_product = _SiluProduct.apply
@@ -59,19 +55,8 @@ silu_product = _SiluProduct.apply
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See :func:`latte.ops.pointwise.rotate`."""
-    return _Rotation.apply(x_BTHK, cos, sin, 1.0)
+    return Rotation.apply(_turned, x_BTHK, cos, sin, 1.0)
 
 
-class _Rotation(torch.autograd.Function):
-    """Its gradient is the inverse rotation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.sign = sign
-        rows = x.contiguous(), cos.contiguous(), sin.contiguous()
-        return torch.ops.latte.cpu_rotate(*rows, sign)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Rotation.apply(dy, *ctx.saved_tensors, -ctx.sign), None, None, None
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    return torch.ops.latte.cpu_rotate(x.contiguous(), cos.contiguous(), sin.contiguous(), sign)

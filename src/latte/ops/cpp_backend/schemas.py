@@ -1,199 +1,84 @@
-"""The native ops without gradients: steps of decoding, dense maps of single tokens, pointwise ops.
+"""Schemas of the native ops without gradients: decoding steps, dense maps of tokens, pointwise ops.
 
-A step overwrites the states that it gets (:mod:`latte.ops.step`). Dense maps and the RG-LRU's step
-are for :mod:`latte.ops.decoding`, pointwise ops for :mod:`.pointwise`.
+A step overwrites its states, the arguments with an exclamation mark (:mod:`latte.ops.step`). Dense
+maps and the RG-LRU's step are for :mod:`latte.ops.decoding`, pointwise ops for :mod:`.pointwise`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from latte.ops.custom_ops import Written, custom_op, empty_gradients
+from latte.ops.custom_ops import NATIVE, empty_gradients
 
-
-class LatteStep(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_mass: Written
-    mean: Written
-    log_decay: Tensor | None
-    real: Tensor | None
-
-
-class MacchiatoStep(NamedTuple):
-    latent_q: Tensor
-    latent_k: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_mass: Written
-    mean: Written
-    log_decay: Tensor | None
-    keys: Written
-    values: Written
-    mask: Written | None
-    slot: Tensor
-    cos: Tensor | None
-    sin: Tensor | None
-    real: Tensor | None
-    scale: float
-    softcap: float
-    pending: Written | None
-    sink_keys: Written | None
-    sink_values: Written | None
-    position: Tensor | None
-    sink_cos: Tensor | None
-    sink_sin: Tensor | None
-    joint: bool
-
-
-class WindowStep(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    keys: Written
-    values: Written
-    mask: Written | None
-    slot: Tensor
-    cos: Tensor | None
-    sin: Tensor | None
-    real: Tensor | None
-    scale: float
-    softcap: float
-    length: int
-    sink_keys: Written | None
-    sink_values: Written | None
-    position: Tensor | None
-    sink_cos: Tensor | None
-    sink_sin: Tensor | None
-
-
-class RGLRUStep(NamedTuple):
-    x: Tensor
-    recurrence_weight: Tensor
-    recurrence_bias: Tensor
-    input_weight: Tensor
-    input_bias: Tensor
-    theta: Tensor
-    norm: Tensor
-    eps: float
-    state: Written
-    real: Tensor | None
-
-
-class ConvolutionStep(NamedTuple):
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    tail: Written
-    real: Tensor | None
-
-
-class OneMap(NamedTuple):
-    x: Tensor
-    a: Tensor
-
-
-class TwoMaps(NamedTuple):
-    x: Tensor
-    a: Tensor
-    b: Tensor
-
-
-class ThreeMaps(NamedTuple):
-    x: Tensor
-    a: Tensor
-    b: Tensor
-    c: Tensor
-
-
-class AddedMap(NamedTuple):
-    x: Tensor
-    weight: Tensor
-    residual: Tensor
-
-
-class GatedMaps(NamedTuple):
-    x: Tensor
-    gate: Tensor
-    up: Tensor
-
-
-class RMSNorm(NamedTuple):
-    x: Tensor
-    weight: Tensor
-    eps: float
-    offset: float
-
-
-class Glu(NamedTuple):
-    gate: Tensor
-    up: Tensor
-
-
-class GluBackward(NamedTuple):
-    dy: Tensor
-    gate: Tensor
-    up: Tensor
-
-
-class NormRows(NamedTuple):
-    x: Tensor
-    weight: Tensor
-    eps: float
-
-
-class NormRowsBackward(NamedTuple):
-    dy: Tensor
-    x: Tensor
-    weight: Tensor
-    scale: Tensor
-
-
-class Rotate(NamedTuple):
-    x: Tensor
-    cos: Tensor
-    sin: Tensor
-    sign: float
+LATENTS = "Tensor(a!) log_mass, Tensor(b!) mean, Tensor? log_decay"
+RING = """Tensor(c!) keys, Tensor(d!) values, Tensor(e!)? mask, Tensor slot, Tensor? cos,
+    Tensor? sin, Tensor? real, float scale, float softcap"""
+SINKS = """Tensor(g!)? sink_keys, Tensor(h!)? sink_values, Tensor? position, Tensor? sink_cos,
+    Tensor? sink_sin"""
 
 
 def register() -> None:
     """Register all of them. The library must be loaded."""
-    for name, step in (
-        ("cpu_latte_step", LatteStep),
-        ("cpu_macchiato_step", MacchiatoStep),
-        ("cpu_window_step", WindowStep),
-    ):
-        custom_op(name, step, 1, lambda x: x.v.new_empty(*x.q.shape[:2], x.v.shape[2]))
-    for name, like_x in (
-        ("cpu_rg_lru_step", RGLRUStep),
-        ("cpu_convolution_step", ConvolutionStep),
-        ("cpu_rms_norm", RMSNorm),
-        ("cpu_rotate", Rotate),
-    ):
-        custom_op(name, like_x, 1, lambda x: x.x.new_empty(x.x.shape))
-    custom_op("cpu_linear", OneMap, 1, lambda x: _mapped(*x))
-    custom_op("cpu_linear2", TwoMaps, 2, lambda x: (_mapped(x.x, x.a), _mapped(x.x, x.b)))
-    custom_op("cpu_linear3", ThreeMaps, 3, lambda x: tuple(_mapped(x.x, w) for w in x[1:]))
-    custom_op("cpu_linear_add", AddedMap, 1, lambda x: _mapped(x.x, x.weight))
-    for name in ("cpu_swiglu", "cpu_geglu"):
-        custom_op(name, GatedMaps, 1, lambda x: _mapped(x.x, x.gate))
-    custom_op("cpu_glu", Glu, 1, lambda x: x.gate.new_empty(x.gate.shape))
-    custom_op("cpu_glu_backward", GluBackward, 2, lambda x: empty_gradients(x.gate, x.up))
-    custom_op("cpu_norm_rows", NormRows, 2, _norm_fake)
-    custom_op(
-        *("cpu_norm_rows_backward", NormRowsBackward, 2),
-        lambda x: empty_gradients(x.x, x.weight),
-    )
+    for schema, fake in _ops().items():
+        NATIVE.define("cpu_" + " ".join(schema.split()))  # on one line
+        torch.library.register_fake(f"latte::cpu_{schema.partition('(')[0]}", fake)
 
 
-def _mapped(x: Tensor, weight: Tensor) -> Tensor:
+def _ops() -> dict[str, Callable[..., Any]]:
+    """Functions that make the empty outputs of each op, by its schema."""
+    return {
+        f"latte_step(Tensor q, Tensor k, Tensor v, {LATENTS}, Tensor? real) -> Tensor": (
+            lambda q, k, v, *_: _heads(q, v)
+        ),
+        f"""macchiato_step(Tensor latent_q, Tensor latent_k, Tensor q, Tensor k, Tensor v,
+            {LATENTS}, {RING}, Tensor(f!)? pending, {SINKS}, bool joint) -> Tensor""": (
+            lambda latent_q, latent_k, q, k, v, *_: _heads(q, v)
+        ),
+        f"""window_step(Tensor q, Tensor k, Tensor v, {RING}, int length, {SINKS}) -> Tensor""": (
+            lambda q, k, v, *_: _heads(q, v)
+        ),
+        """rg_lru_step(Tensor x, Tensor recurrence_weight, Tensor recurrence_bias,
+            Tensor input_weight, Tensor input_bias, Tensor theta, Tensor norm, float eps,
+            Tensor(a!) state, Tensor? real) -> Tensor""": _like_first,
+        """convolution_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) tail, Tensor? real)
+            -> Tensor""": _like_first,
+        "linear(Tensor x, Tensor a) -> Tensor": _mapped,
+        "linear2(Tensor x, Tensor a, Tensor b) -> (Tensor, Tensor)": _all_mapped,
+        "linear3(Tensor x, Tensor a, Tensor b, Tensor c) -> (Tensor, Tensor, Tensor)": _all_mapped,
+        "linear_add(Tensor x, Tensor weight, Tensor residual) -> Tensor": _mapped,
+        "swiglu(Tensor x, Tensor gate, Tensor up) -> Tensor": _mapped,
+        "geglu(Tensor x, Tensor gate, Tensor up) -> Tensor": _mapped,
+        "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor": _like_first,
+        "glu(Tensor gate, Tensor up) -> Tensor": _like_first,
+        "glu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)": (
+            lambda dy, gate, up: empty_gradients(gate, up)
+        ),
+        "norm_rows(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)": (
+            lambda x, *_: (*empty_gradients(x), x.new_empty(*x.shape[:-1], 1))
+        ),
+        """norm_rows_backward(Tensor dy, Tensor x, Tensor weight, Tensor scale)
+            -> (Tensor, Tensor)""": lambda dy, x, weight, scale: empty_gradients(x, weight),
+        "rotate(Tensor x, Tensor cos, Tensor sin, float sign) -> Tensor": _like_first,
+    }
+
+
+def _heads(q: Tensor, v: Tensor) -> Tensor:
+    """Empty outputs (B, H, D) of one token."""
+    return v.new_empty(*q.shape[:2], v.shape[2])
+
+
+def _like_first(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _mapped(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     """Empty outputs of a linear map."""
     return x.new_empty(*x.shape[:-1], len(weight))
 
 
-def _norm_fake(x: NormRows) -> tuple[Tensor, ...]:
-    return *empty_gradients(x.x), x.x.new_empty(*x.x.shape[:-1], 1)
+def _all_mapped(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple(_mapped(x, weight) for weight in weights)

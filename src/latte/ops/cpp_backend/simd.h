@@ -244,7 +244,7 @@ LATTE_INLINE void store(S* to, V<typename Computed<S>::type> x, int64_t count) {
     for (int64_t j = 0; j < count; ++j) narrow(numbers[j], to[j]);
 }
 
-// Of all lanes, in one order.
+// The sum of all lanes, in one order.
 template <class T> LATTE_INLINE T sum(V<T> x) {
     T numbers[half_width<T>];
     auto both = x.low + x.high;

@@ -55,23 +55,6 @@ struct Step {
 
 namespace latte {
 
-static void latents(Stack& stack, Step& step) {
-    step.log_mass = stack.tensor(true), step.mean = stack.tensor(true);
-    step.log_decay = stack.maybe_tensor();
-}
-
-static void ring(Stack& stack, Step& step) {
-    step.keys = stack.tensor(true), step.values = stack.tensor(true);
-    step.mask = stack.maybe_tensor(true), step.slot = stack.tensor();
-    step.cos = stack.maybe_tensor(), step.sin = stack.maybe_tensor();
-}
-
-static void far(Stack& stack, Step& step) {
-    step.sink_keys = stack.maybe_tensor(true), step.sink_values = stack.maybe_tensor(true);
-    step.position = stack.maybe_tensor();
-    step.sink_cos = stack.maybe_tensor(), step.sink_sin = stack.maybe_tensor();
-}
-
 static void check_latents(const Expect& expect, const Step& step) {
     expect(step.mean, "mean", wide(step.v), {ANY, ANY, ANY, ANY}, Layout::contiguous);
     const int64_t B = step.v.sizes[0], H = step.mean.sizes[1], L = step.mean.sizes[2];
@@ -119,65 +102,54 @@ static void check_window(const Expect& expect, const Step& step) {
     check_angles(expect, step, step.sink_cos, step.sink_sin);
 }
 
-static void finish(Stack& stack, Step& step, const char* name) {
-    const Expect expect(name);
+// (latent_q, latent_k, q, k, v, log_mass!, mean!, log_decay?, keys!, values!, mask?!, slot, cos?,
+// sin?, real?, scale, softcap, pending?!, length, sink_keys?!, sink_values?!, position?, sink_cos?,
+// sink_sin?, joint) -> y, without what belongs to latents or to a window if there are none. The
+// length is an argument of a window alone, and pending and joint are of latents beside one.
+template <bool latents, bool window>
+static void take_step(StableIValue* arguments, uint64_t, uint64_t) {
+    Stack stack(arguments);
+    Step step;
+    if (latents) step.latent_q = stack.tensor(), step.latent_k = stack.tensor();
+    if (window) step.q = stack.tensor(), step.k = stack.tensor();
+    step.v = stack.tensor();
+    if (latents) {
+        step.log_mass = stack.tensor(true), step.mean = stack.tensor(true);
+        step.log_decay = stack.maybe_tensor();
+    }
+    if (window) {
+        step.keys = stack.tensor(true), step.values = stack.tensor(true);
+        step.mask = stack.maybe_tensor(true), step.slot = stack.tensor();
+        step.cos = stack.maybe_tensor(), step.sin = stack.maybe_tensor();
+    }
+    step.real = stack.maybe_tensor();
+    if (window) {
+        step.scale = stack.number(), step.softcap = stack.number();
+        if (latents) step.pending = stack.maybe_tensor(true), step.length = step.keys.size(2);
+        else step.length = stack.integer();
+        step.sink_keys = stack.maybe_tensor(true), step.sink_values = stack.maybe_tensor(true);
+        step.position = stack.maybe_tensor();
+        step.sink_cos = stack.maybe_tensor(), step.sink_sin = stack.maybe_tensor();
+        step.joint = latents && stack.flag();
+    }
+    const Expect expect(latents && window ? "cpu_macchiato_step"
+                        : latents         ? "cpu_latte_step"
+                                          : "cpu_window_step");
     expect(step.v, "v", FLOATS, {ANY, ANY, ANY});
-    if (step.latents()) check_latents(expect, step);
+    if (latents) check_latents(expect, step);
     else expect(step.q, "q", FLOATS, {ANY, ANY, ANY});
     const int64_t H = step.heads(), G = step.v.sizes[1];
     expect.that(G >= 1 && H % G == 0, "the heads of v must divide those of the queries");
     expect(step.real, "real", aoti_torch_dtype_bool(), {step.v.sizes[0]});
-    if (step.window()) check_window(expect, step);
-    step.out = Tensor::empty({step.v.sizes[0], step.heads(), step.v.sizes[2]}, step.v.dtype);
+    if (window) check_window(expect, step);
+    step.out = Tensor::empty({step.v.sizes[0], H, step.v.sizes[2]}, step.v.dtype);
     LATTE_CHOOSE(run)(step);
     stack.give(step.out);
 }
 
-// (q, k, v, log_mass!, mean!, log_decay?, real?) -> y
-static void latte_step(StableIValue* arguments, uint64_t, uint64_t) {
-    Stack stack(arguments);
-    Step step;
-    step.latent_q = stack.tensor(), step.latent_k = stack.tensor(), step.v = stack.tensor();
-    latents(stack, step);
-    step.real = stack.maybe_tensor();
-    finish(stack, step, "cpu_latte_step");
-}
-
-// (latent_q, latent_k, q, k, v, log_mass!, mean!, log_decay?, keys!, values!, mask?!, slot, cos?,
-// sin?, real?, scale, softcap, pending?!, sink_keys?!, sink_values?!, position?, sink_cos?,
-// sink_sin?, joint) -> y
-static void macchiato_step(StableIValue* arguments, uint64_t, uint64_t) {
-    Stack stack(arguments);
-    Step step;
-    step.latent_q = stack.tensor(), step.latent_k = stack.tensor();
-    step.q = stack.tensor(), step.k = stack.tensor(), step.v = stack.tensor();
-    latents(stack, step);
-    ring(stack, step);
-    step.real = stack.maybe_tensor();
-    step.scale = stack.number(), step.softcap = stack.number();
-    step.pending = stack.maybe_tensor(true);
-    far(stack, step), step.joint = stack.flag();
-    step.length = step.keys.size(2);
-    finish(stack, step, "cpu_macchiato_step");
-}
-
-// (q, k, v, keys!, values!, mask?!, slot, cos?, sin?, real?, scale, softcap, length, sink_keys?!,
-// sink_values?!, position?, sink_cos?, sink_sin?) -> y
-static void window_step(StableIValue* arguments, uint64_t, uint64_t) {
-    Stack stack(arguments);
-    Step step;
-    step.q = stack.tensor(), step.k = stack.tensor(), step.v = stack.tensor();
-    ring(stack, step);
-    step.real = stack.maybe_tensor();
-    step.scale = stack.number(), step.softcap = stack.number();
-    step.length = stack.integer();
-    far(stack, step);
-    finish(stack, step, "cpu_window_step");
-}
-
-static Register registered_latte("cpu_latte_step", latte_step);
-static Register registered_macchiato("cpu_macchiato_step", macchiato_step);
-static Register registered_window("cpu_window_step", window_step);
+static Register registered_latte("cpu_latte_step", take_step<true, false>);
+static Register registered_macchiato("cpu_macchiato_step", take_step<true, true>);
+static Register registered_window("cpu_window_step", take_step<false, true>);
 
 }  // namespace latte
 

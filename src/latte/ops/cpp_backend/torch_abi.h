@@ -54,8 +54,7 @@ AOTITorchError torch_get_const_data_ptr(AtenTensorHandle tensor, const void** re
 AOTITorchError torch_get_num_threads(uint32_t* out_num_threads);
 AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size, ParallelFunc func,
                                   void* ctx);
-// Of the last call that failed on this thread. From PyTorch 2.13 on; before it null, and PyTorch
-// writes the reason to stderr.
+// Why the last call on this thread failed. Null before PyTorch 2.13, which writes it to stderr.
 __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 }
 
@@ -147,7 +146,7 @@ struct Tensor {
     explicit operator bool() const { return handle != nullptr; }
     // 0 where there is no such dimension.
     int64_t size(int64_t d) const { return d < dims ? sizes[d] : 0; }
-    // Of a contiguous tensor.
+    // The size of a contiguous tensor.
     int64_t bytes() const {
         int64_t count = dims ? strides[0] * sizes[0] : 1;
         return count * bytes_each();

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from latte.ops.tensors import without_masked
+
 # Tokens whose weights are formed at once. Measured on two cores: 32 beats 64 and 128.
 CHUNK = 32
 # Elements of the largest intermediate, 1 MB in fp32: a core's second-level cache.
@@ -47,20 +49,19 @@ class Rows(NamedTuple):
     def gather_gradient(self, dx: Tensor, span: slice) -> Tensor:
         """Like :meth:`gather`. Padded positions get zero gradient."""
         values = self.gather(dx, span)
-        if self.real is None:
-            return values
-        real = self.real[:, span]
-        return values.masked_fill(~real.view(*real.shape, *[1] * (values.ndim - 2)), 0.0)
+        return values if self.real is None else without_masked(self.real[:, span], values)
 
-    def put(self, x: Tensor, span: slice, values: Tensor) -> None:
-        """Write (n, span, ...) back to where it was gathered from; padding is dropped."""
+    def put(self, x: Tensor, span: slice, values: Tensor, add: bool = False) -> None:
+        """Write (n, span, ...) to where it was gathered from, or add it; padding is dropped."""
         if self.tokens is None:
-            self.view(x, span).copy_(values)
-        elif self.real is None:
-            x[0, self.tokens[:, span]] = values.to(x.dtype)
-        else:
+            here = self.view(x, span)
+            here.add_(values) if add else here.copy_(values)
+            return
+        tokens = self.tokens[:, span]
+        if self.real is not None:
             real = self.real[:, span]
-            x[0, self.tokens[:, span][real]] = values[real].to(x.dtype)
+            tokens, values = tokens[real], values[real]
+        x[0, tokens] = (x[0, tokens] + values if add else values).to(x.dtype)
 
     def scattered(self, x: Tensor, values: Tensor) -> Tensor:
         """A copy of the packed row x with all tokens of these sequences written; differentiable."""
@@ -68,16 +69,6 @@ class Rows(NamedTuple):
         tokens = self.tokens if self.real is None else self.tokens[self.real]
         values = values if self.real is None else values[self.real]
         return x.index_put((torch.zeros_like(tokens), tokens), values)
-
-    def add(self, x: Tensor, span: slice, values: Tensor) -> None:
-        """Add (n, span, ...) where it was gathered from; padding is dropped."""
-        if self.tokens is None:
-            self.view(x, span).add_(values)
-        elif self.real is None:
-            x[0, self.tokens[:, span]] += values
-        else:
-            real = self.real[:, span]
-            x[0, self.tokens[:, span][real]] += values[real]
 
     def visible(self, key_mask: Tensor | None, span: slice) -> Tensor | None:
         """Whether a token is real and not masked, (n, span) bool; None if all are."""

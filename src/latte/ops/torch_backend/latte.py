@@ -4,9 +4,9 @@ The passes take p(l|t) in the place of the query logits, and return p times its 
 Macchiato (``macchiato``), whose distribution includes the window, uses the same passes.
 
 Saved activations are the inputs and one state per segment of time: O(T / 2048) states, never
-O(T L D). A segment is one run in the linear domain (``linear_domain``) if one reference is enough
-for all of it. Otherwise it is cut into such runs and pairwise runs (``pairwise``). On a GPU all
-runs are pairwise, because the check of a reference would wait for the device.
+O(T L D). A segment is one run in the linear domain (``linear_domain``) if one running maximum is
+enough for all of it. Otherwise it is cut into such runs and pairwise runs (``pairwise``). On a GPU
+all runs are pairwise, because the check of a maximum would wait for the device.
 
 Shape suffixes: B batch, T tokens, n sequences computed together, X = n H rows, S tokens of a
 segment, t of them not padding, H heads, L latents, D value width, N states.
@@ -14,15 +14,13 @@ segment, t of them not padding, H heads, L latents, D value width, N states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import double_backward
 from latte.ops.arguments import LATTE_GRADIENTS, Earlier, Latte, Three
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import LatteState, final_buffers
@@ -141,18 +139,17 @@ class LatteSegment:
         return widened(heads_first(dy, self.S, self.dtype))
 
     def put(self, target: Tensor, x_XSD: Tensor, add: bool = False) -> None:
-        """Write (X, S, D) back to these tokens of the target (B, T, H, D), or add it there."""
+        """Write x to the segment's tokens of the target (B, T, H, D), or add it to them."""
         x_nHSD = x_XSD.view(self.n, self.H, self.S, -1)
         if self.t < self.S or x_nHSD.shape[-1] != target.shape[-1]:
             x_nHSD = x_nHSD[:, :, : self.t, : target.shape[-1]]
-        put = self.rows.add if add else self.rows.put
-        put(target, self.span, x_nHSD.transpose(1, 2))
+        self.rows.put(target, self.span, x_nHSD.transpose(1, 2), add)
 
     def run_from(self, start: int, state: Carry | None, level: int) -> KernelRun:
         """The tokens from ``start`` on that one kernel can serve."""
         k, seen, g, stop = self.k_XSL, self.seen_XS, self.g_XSL, self.S
         if k.device.type != "cpu":
-            # To compute the reach of a reference would wait for the device.
+            # The length of a linear-domain run is read by the host, which would wait for the GPU.
             return KernelRun(self, slice(start, stop), state, g)
         if g is not None and not g[:, start].any():
             # Tokens before the first decay use the kernel without decay, so they have its bits.
@@ -220,10 +217,10 @@ class LatteSegment:
 class KernelRun:
     """Consecutive tokens of a segment that one kernel serves.
 
-    The linear-domain kernel needs a reference that no key exceeds by far. Its run ends before such
-    a key. If these runs are short (the logits rise in large steps), the pairwise kernel computes
-    some tokens. If latents forget fast, shorter chunks are tried first (``level`` counts the short
-    runs in a row). The choice depends only on the past.
+    A linear-domain run ends before the first key that is far above its running maximum. If these
+    runs are short (the logits rise in large steps), the pairwise kernel computes some tokens. If
+    latents decay fast, shorter chunks are tried first (``level`` counts the short runs in a row).
+    The choice depends only on the past.
     """
 
     def __init__(
@@ -254,10 +251,10 @@ class KernelRun:
                 self.seen = torch.cat([seen_Xs, seen_Xs[:, -1:].expand(-1, rest)], 1)
         self.keys: linear_domain.Scaled | None = None
 
-    def maxima(self, size: int) -> linear_domain.ChunkMaxima:
-        """The gauge of tokens with decay, in chunks of ``size``."""
+    def maxima(self, size: int) -> linear_domain.Maxima:
+        """The running maxima of tokens with decay, in chunks of ``size``."""
         assert self.g is not None
-        return linear_domain.ChunkMaxima.of(self.k, self.g, self.state, self.seen, size)
+        return linear_domain.Maxima.of(self.k, self.g, self.state, self.seen, size)
 
     def scaled(self, keys: linear_domain.Scaled, level: int = 0) -> KernelRun:
         """The same run, with the linear-domain kernel."""
@@ -347,8 +344,7 @@ def walks(
 ) -> Iterator[tuple[Rows, list[slice]]]:
     """Groups of rows that are computed together, each with its segments of time.
 
-    ``width`` is the width per head of the largest intermediate tensor. It limits the number of rows
-    if it is larger than the number of latents and the width of the values.
+    A larger ``width``, that of the largest intermediate tensor per head, makes the groups smaller.
     """
     H, L, D = *q.shape[2:], v.shape[-1]
     segment = segment_length(H, L, D)
@@ -372,7 +368,7 @@ class Checkpoints:
         self.next = 0
 
     @staticmethod
-    def allocate(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def allocate(q: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
         """One state for every boundary between segments, packed or not."""
         B, T, H, L = q.shape
         M = B * ((T - 1) // segment_length(H, L, v.shape[-1]))
@@ -550,35 +546,35 @@ def tops(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tenso
     return A, torch.empty_like(A)
 
 
-def _latte_op(
-    name: str,
-    forward: Callable[..., tuple[Tensor, ...]],
-    backward: Callable[..., tuple[Tensor, ...]],
-    buffers: Callable[[Latte], tuple[Tensor, ...]],
-    saves: Sequence[str],
-) -> Any:
-    """The op of two passes.
+class Passes(NamedTuple):
+    """The two passes of latents, causal or bidirectional."""
 
-    Args:
-        buffers: Function of the op's arguments that makes empty outputs after output and state.
-        saves: Names of what ``backward`` takes last.
-    """
+    forward: Callable[..., tuple[Tensor, ...]]
+    backward: Callable[..., tuple[Tensor, ...]]
+    buffers: Callable[..., tuple[Tensor, ...]]  # of k, v, cu_seqlens: empty outputs after the state
+    saves: list[str]  # names of the last arguments of ``backward``
 
+
+CAUSAL = Passes(causal, causal_backward, Checkpoints.allocate, ["top_M", "mass_M", "mean_M"])
+BIDIRECTIONAL = Passes(bidirectional, bidirectional_backward, tops, ["mean", "top", "mass"])
+
+
+def _latte_op(name: str, passes: Passes) -> Any:
     def run(x: Latte) -> tuple[Tensor, ...]:
         pkv = (probabilities(x.q), x.k, x.v)
-        return forward(pkv, x.sequences, x.earlier, log_decay=x.log_decay)
+        return passes.forward(pkv, x.sequences, x.earlier, log_decay=x.log_decay)
 
     def run_back(x: Latte, *given: Tensor) -> dict[str, Tensor]:
         p = probabilities(x.q)
         grads, saved = given[:3], given[3:]
-        pulled, *others = backward(
+        pulled, *others = passes.backward(
             grads, (p, x.k, x.v), x.sequences, x.earlier, *saved, log_decay=x.log_decay
         )
         return dict(zip(LATTE_GRADIENTS, (through_softmax(pulled, p), *others), strict=False))
 
     def fake(x: Latte) -> tuple[Tensor, ...]:
         finals = final_buffers(x.q, x.v, x.cu_seqlens)
-        return *empty_gradients(x.v), *finals, *buffers(x)
+        return *empty_gradients(x.v), *finals, *passes.buffers(x.q, x.v, x.cu_seqlens)
 
     return differentiable_op(
         name,
@@ -588,22 +584,9 @@ def _latte_op(
         run_back,
         returns=["out", "log_mass", "mean"],
         gradients=LATTE_GRADIENTS,
-        saves=saves,
-        again=partial(double_backward.latte, causal=forward is causal),
+        saves=passes.saves,
     )
 
 
-causal_op = _latte_op(
-    "causal",
-    causal,
-    causal_backward,
-    lambda x: Checkpoints.allocate(x.q, x.v),
-    saves=["top_M", "mass_M", "mean_M"],
-)
-bidirectional_op = _latte_op(
-    "bidirectional",
-    bidirectional,
-    bidirectional_backward,
-    lambda x: tops(x.q, x.v, x.cu_seqlens),
-    saves=["mean", "top", "mass"],
-)
+causal_op = _latte_op("causal", CAUSAL)
+bidirectional_op = _latte_op("bidirectional", BIDIRECTIONAL)

@@ -10,9 +10,9 @@ the run, or the first one of the sequence. alpha is then at least 1. The run end
 key that exceeds r by ``REACH`` (:func:`run_length`). The reference and the end depend only on the
 past. Therefore future inputs cannot change the past, not even its rounding.
 
-Where latents forget, a run has a reference for each chunk (:class:`ChunkMaxima`). Inside a chunk
-the logits are ``k_s - G_s``, with G the log-decay since the chunk's start. Between chunks all sums
-are rescaled. Log-decay is never summed over more than a chunk in fp32.
+Where latents forget, a run has a reference for each chunk (:class:`Maxima`). Inside a chunk the
+logits are ``k_s - G_s``, with G the log-decay since the chunk's start. Between chunks all sums are
+rescaled. Log-decay is never summed over more than a chunk in fp32.
 
 Shape suffixes: X rows (batch x heads), S tokens of the run, N chunks, C chunk length
 (S = N C), L latents, D value width.
@@ -102,11 +102,11 @@ def scaled_keys(
     return Scaled(reference_XL, e_XSL, alpha_XSL, mass_XL, top_XL, empty_XL)
 
 
-class ChunkMaxima(NamedTuple):
-    """Running maxima of the chunks of a run with decay. They are subtracted before an exponential.
+class Maxima(NamedTuple):
+    """Running maxima of the chunks of a run with decay, which are subtracted before exponentials.
 
-    ``G`` is the sum of the log-decays since the chunk's start, the token's own included. Sums over
-    chunks are in fp64. They are few: a chunk has 32 tokens.
+    G is the sum of the log-decays from the chunk's start to the token, its own included. Sums over
+    several chunks are in fp64.
     """
 
     lost_XNCL: Tensor  # G
@@ -119,8 +119,8 @@ class ChunkMaxima(NamedTuple):
     @classmethod
     def of(
         cls, k_XSL: Tensor, g: Tensor, start: Carry | None, seen_XS: Tensor | None, size: int
-    ) -> ChunkMaxima:
-        """The gauge of chunks of ``size`` tokens, or of one chunk if there are fewer."""
+    ) -> Maxima:
+        """The maxima of chunks of ``size`` tokens, or of one chunk if there are fewer."""
         X, S, L = k_XSL.shape
         C = min(size, S)
         shape = (X, S // C, C, L)
@@ -154,9 +154,7 @@ class ChunkMaxima(NamedTuple):
         return int(beyond.view(-1).to(torch.uint8).argmax())
 
 
-def forgetting_keys(
-    k_XSL: Tensor, maxima: ChunkMaxima, start: Carry | None, masked: bool
-) -> Scaled:
+def forgetting_keys(k_XSL: Tensor, maxima: Maxima, start: Carry | None, masked: bool) -> Scaled:
     """:func:`scaled_keys` with a reference for each chunk; ``masked``: some sources may be."""
     X, S, L = k_XSL.shape
     reference, shape = maxima.reference_XNL, maxima.lost_XNCL.shape

@@ -1,7 +1,7 @@
-"""The log-mass of a window: the logsumexp of the logits that its softmax is made of.
+"""The log-mass of a window: the logsumexp of its logits, the log of its softmax's denominator.
 
-Queries are read in blocks, so that time and memory are linear in T. Gradients are autograd's own;
-they hold the weights of all blocks, (T, W + C) numbers a head.
+Queries are read in blocks, so that time and memory are linear in T. The gradients are autograd's.
+They keep the weights of all blocks, (T, W + C) numbers per head.
 
 Shape suffixes: B batch, T tokens, Z blocks of C queries, M = W + C keys of a block, H query heads,
 G key/value heads, R = H / G, n sinks, K key width.

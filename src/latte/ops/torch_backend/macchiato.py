@@ -12,13 +12,11 @@ width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from latte.ops import double_backward
 from latte.ops.arguments import MACCHIATO_GRADIENTS, WINDOW_GRADIENTS, Macchiato, Three
 from latte.ops.custom_ops import differentiable_op
 from latte.ops.state import LateSources, LatteState, SeenSinks, WindowState, final_buffers
@@ -81,32 +79,20 @@ class BranchInputs:
         return self.p[..., 1:], self.latent_k, v
 
 
-def macchiato_op(
-    name: str,
-    forward: Callable[..., tuple[Tensor, ...]],
-    backward: Callable[..., tuple[Tensor, ...]],
-    buffers: Callable[[Macchiato], tuple[Tensor, ...]],
-    saves: Sequence[str],
-) -> Any:
-    """The op of both branches.
-
-    Args:
-        forward, backward: Passes of the latents.
-        buffers: Function of the op's arguments that makes empty outputs after output and state.
-        saves: Names of what ``backward`` takes last.
-    """
+def macchiato_op(name: str, passes: latte.Passes) -> Any:
+    """The op of both branches, from the passes of the latents."""
 
     def run(x: Macchiato) -> tuple[Tensor, ...]:
         call = BranchInputs(x)
         out = window.forward(x.qkv, *call.near, call.share)
-        _, *after = forward(call.pkv, call.sequences, x.earlier, out, x.log_decay)
+        _, *after = passes.forward(call.pkv, call.sequences, x.earlier, out, x.log_decay)
         return out.to(x.v.dtype), *after
 
     def run_back(x: Macchiato, *given: Tensor) -> dict[str, Tensor]:
         call, grads, saved = BranchInputs(x), given[:3], given[3:]
         near = window.backward(grads[0], x.qkv, *call.near, call.share)
         apart = call.late or call.R > 1
-        pulled, dlatent_k, far_dv, *state = backward(
+        pulled, dlatent_k, far_dv, *state = passes.backward(
             *(grads, call.pkv, call.sequences, x.earlier, *saved),
             dv_near=None if apart else near.dv,
             log_decay=x.log_decay,
@@ -124,7 +110,8 @@ def macchiato_op(
 
     def fake(x: Macchiato) -> tuple[Tensor, ...]:
         out = x.v.new_empty((*x.q.shape[:3], x.v.shape[-1]))
-        return out, *final_buffers(x.latent_k, x.v, x.cu_seqlens), *buffers(x)
+        state = (x.latent_k, x.v, x.cu_seqlens)
+        return out, *final_buffers(*state), *passes.buffers(*state)
 
     return differentiable_op(
         name,
@@ -134,22 +121,9 @@ def macchiato_op(
         run_back,
         returns=["out", "log_mass", "mean"],
         gradients=(*MACCHIATO_GRADIENTS, "late_v"),
-        saves=saves,
-        again=double_backward.macchiato,
+        saves=passes.saves,
     )
 
 
-causal_op = macchiato_op(
-    "macchiato",
-    latte.causal,
-    latte.causal_backward,
-    lambda x: latte.Checkpoints.allocate(x.latent_k, x.v),
-    saves=["top_M", "mass_M", "mean_M"],
-)
-bidirectional_op = macchiato_op(
-    "macchiato_bidirectional",
-    latte.bidirectional,
-    latte.bidirectional_backward,
-    lambda x: latte.tops(x.latent_k, x.v, x.cu_seqlens),
-    saves=["mean", "top", "mass"],
-)
+causal_op = macchiato_op("macchiato", latte.CAUSAL)
+bidirectional_op = macchiato_op("macchiato_bidirectional", latte.BIDIRECTIONAL)

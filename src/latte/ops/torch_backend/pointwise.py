@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from latte.ops.custom_ops import check_first_order
 from latte.ops.tensors import full_precision, number, on_cpu
 
 
@@ -43,32 +44,19 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(number(eps, x), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
-        ctx.eps = eps
         ctx.save_for_backward(x, scale, weight)
         return (x * scale).mul_(weight)
 
     @staticmethod
     @full_precision
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        check_first_order("rms_norm")
         x, scale, weight = ctx.saved_tensors
-        return *norm_gradients(dy, x, weight, scale, ctx.eps), None
-
-
-def norm_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight. They can be differentiated if gradients are enabled.
-
-    Args:
-        scale: ``1 / sqrt(mean(x^2) + eps)``, (..., 1), without a gradient.
-    """
-    if torch.is_grad_enabled():
-        scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    normed = x * scale
-    pulled = (dy * normed).view(-1, x.shape[-1])
-    along = torch.mv(pulled, weight).view(scale.shape)
-    dx = (dy * weight).addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
-    return dx, pulled.sum(0)
+        normed = x * scale
+        pulled = (dy * normed).view(-1, x.shape[-1])
+        along = torch.mv(pulled, weight).view(scale.shape)
+        dx = (dy * weight).addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
+        return dx, pulled.sum(0), None
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
@@ -79,25 +67,31 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See :func:`latte.ops.pointwise.rotate`."""
     if on_cpu(x_BTHK):
-        return _Rotation.apply(x_BTHK, cos, sin, 1.0)
+        return Rotation.apply(_turned, x_BTHK, cos, sin, 1.0)
     first, second = x_BTHK.chunk(2, -1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat(rotated, -1).to(x_BTHK.dtype)
 
 
-class _Rotation(torch.autograd.Function):
-    """The rotation without intermediates. Its gradient is the inverse rotation."""
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """The rotation by the angles times ``sign``, without intermediates."""
+    out, K = torch.empty(x.shape, dtype=cos.dtype), cos.shape[-1]
+    first, second = x[..., :K], x[..., K:]
+    torch.mul(first, cos, out=out[..., :K]).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=out[..., K:]).addcmul_(first, sin, value=sign)
+    return out.to(x.dtype)
+
+
+class Rotation(torch.autograd.Function):
+    """The rotation by ``kernel``. Its gradient is the inverse rotation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    def forward(ctx: Any, kernel: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.sign = sign
-        out, K = torch.empty(x.shape, dtype=cos.dtype), cos.shape[-1]
-        first, second = x[..., :K], x[..., K:]
-        torch.mul(first, cos, out=out[..., :K]).addcmul_(second, sin, value=-sign)
-        torch.mul(second, cos, out=out[..., K:]).addcmul_(first, sin, value=sign)
-        return out.to(x.dtype)
+        ctx.kernel, ctx.sign = kernel, sign
+        return kernel(x, cos, sin, sign)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Rotation.apply(dy, *ctx.saved_tensors, -ctx.sign), None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, None]:
+        dx = Rotation.apply(ctx.kernel, dy, *ctx.saved_tensors, -ctx.sign)
+        return None, dx, None, None, None

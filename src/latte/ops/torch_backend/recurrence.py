@@ -177,14 +177,6 @@ def _backward(x: Recurrence, dh: Tensor) -> dict[str, Tensor]:
     return {"a": da, "b": g, "h0": (a[:, 0] * g[:, 0]).contiguous()}
 
 
-def _differentiable_backward(x: Recurrence, dh: Tensor) -> dict[str, Tensor]:
-    """The same as ``_backward``, by operations that have gradients themselves."""
-    a, h, h0 = x
-    following = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], 1)
-    g = linear_recurrence(following.flip(1), dh.flip(1), torch.zeros_like(h0)).flip(1)
-    return {"a": g * torch.cat([h0[:, None], h[:, :-1]], 1), "b": g, "h0": a[:, 0] * g[:, 0]}
-
-
 linear_recurrence = differentiable_op(
     "linear_recurrence",
     Recurrence,
@@ -194,7 +186,6 @@ linear_recurrence = differentiable_op(
     returns=["h"],
     gradients=["a", "b", "h0"],
     stand_ins={"b": "h"},
-    differentiable_backward=_differentiable_backward,
 )
 
 

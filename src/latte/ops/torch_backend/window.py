@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import double_backward, reference
+from latte.ops import reference
 from latte.ops.arguments import WINDOW_GRADIENTS, Earlier, Three, Window
 from latte.ops.custom_ops import differentiable_op
 from latte.ops.state import SeenSinks, WindowState
@@ -269,12 +269,10 @@ class WindowSegment:
     def _visible(
         self, key_mask: Tensor | None, tail_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Upper limits (n or 1, shown or 1, Q, M) of the logits: infinity, or the lowest number.
+        """Upper limits (n or 1, shown or 1, Q, M + S) of the logits: infinity, or the lowest.
 
-        With sinks these are M + S columns.
-
-        And the queries (n, shown, Q, 1) that see any key; None if all do. Where one does not, a
-        finite lowest logit makes an average of it.
+        Also whether a query sees any key, (n, shown, Q, 1); None if all do. The output of a query
+        that sees none is an average, since the lowest logit is finite. It is then set to 0.
         """
         chunks, device = self.chunks, self.k_line.device
         Q, start, T = chunks.Q, self.span.start, self.rows.length
@@ -451,10 +449,10 @@ def _segments(
 
 
 def _mixes_rows(x: Tensor) -> bool:
-    """Whether a gradient is not finite, so that rows that read each other may have it too.
+    """Whether a gradient is infinite or NaN, which may have spread to rows that read each other.
 
-    A weight of zero does not keep infinity or NaN out of a sum. A GPU is not waited for: there a
-    sequence that is not finite may make its neighbours in the batch so.
+    It spreads because 0 times infinity is NaN. On a GPU this is not checked, since the host would
+    have to wait. There NaN may reach the other sequences of a batch.
     """
     return x.device.type == "cpu" and not math.isfinite(x.sum(dtype=computation_dtype(x.dtype)))
 
@@ -578,7 +576,7 @@ def backward(
         stop = part.pad + part.high - part.low
         for target, dtail, x_line in ((dk, dtail_k, dk_line), (dv, dtail_v, dv_line)):
             dx = part.row_tokens(x_line).transpose(1, 2)
-            (rows.put if alone else rows.add)(target, part.keys_span, dx[:, part.pad : stop])
+            rows.put(target, part.keys_span, dx[:, part.pad : stop], add=not alone)
             if part.old:
                 P = dtail.shape[1]
                 dtail[rows.ids, P - part.old :] += dx[:, part.pad - part.old : part.pad]
@@ -601,5 +599,4 @@ window_op = differentiable_op(
     _op_backward,
     returns=["out"],
     gradients=WINDOW_GRADIENTS,
-    again=double_backward.window,
 )

@@ -24,12 +24,8 @@ from latte.ops.arguments import Convolution
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.tensors import count_sequences
 from latte.ops.triton_backend.launch import (
-    CONVOLUTION,
-    CONVOLUTION_WARPS,
-    contiguous,
-    launch,
-    readable,
-)
+    CONVOLUTION, CONVOLUTION_WARPS, contiguous, launch, readable,
+)  # fmt: skip
 from latte.ops.triton_backend.segments import Parts
 from latte.ops.triton_backend.tiles import SIZES, bounds_of, place, store_steps
 

@@ -33,23 +33,9 @@ from latte.ops.triton_backend.segments import (
     state_gradients,
 )
 from latte.ops.triton_backend.tiles import (
-    SIZES,
-    finite,
-    inverse,
-    load_keys,
-    load_latents,
-    load_numbers,
-    load_queries,
-    load_shares,
-    load_state,
-    load_tile,
-    mm,
-    parts_of,
-    place,
-    state_tile,
-    store_state,
-    store_tile,
-)
+    SIZES, finite, inverse, load_keys, load_latents, load_numbers, load_queries, load_shares,
+    load_state, load_tile, mm, parts_of, place, state_tile, store_state, store_tile,
+)  # fmt: skip
 
 
 def forward(x: Latte) -> tuple[Tensor, ...]:

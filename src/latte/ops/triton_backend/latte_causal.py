@@ -1,17 +1,15 @@
 """Causal Latte on kernels: a program walks over a segment of the sequence, its state on chip.
 
-Forward. If sequences and heads fill the GPU, there is one segment per sequence. ``walk`` alone is
-then the forward pass: it reads q, k and v once and writes y once. Otherwise ``segment_sums`` and
-``scan`` (segments.py) find the state before each segment, and ``walk`` starts from it. The state is
-(ref, mass, S), with S = sum_s exp(k_s - ref) v_s and mass = sum_s exp(k_s - ref), so that the mean
-is S / mass. All sources of a chunk count from one reference, while no logit is more than e^REACH
-above it:
+If sequences and heads fill the GPU, there is one segment per sequence, and ``walk`` alone is the
+forward pass: it reads q, k and v once and writes y once. Otherwise ``segment_sums`` and ``scan``
+(segments.py) find the state before each segment. The state is (ref, mass, S), with
+S = sum_s exp(k_s - ref) v_s and mass = sum_s exp(k_s - ref). All sources of a chunk count from one
+reference, while no logit is more than e^REACH above it:
 
     y_t = sum_l p(l|t) / mass_t (S + sum_s exp(k_s - ref) v_s)
 
-Tokens after a logit beyond the reach compute their weights source by source. This is decided for
-each token and depends only on the past. So future inputs cannot change an output, not even its
-rounding.
+Tokens after a logit beyond the reach compute their weights source by source. The choice is made for
+each token and depends only on the past, so future inputs cannot change the rounding of an output.
 
 The backward pass has two walks. delta_t[l] is <dy_t, mu_t[l]>, and w_ts[l] is exp(k_s[l] - A_t[l]):
 
@@ -19,13 +17,12 @@ The backward pass has two walks. delta_t[l] is <dy_t, mu_t[l]>, and w_ts[l] is e
     dv_s = sum_{t>=s} sum_l p_t w_ts dy_t
     dk_s = sum_{t>=s} p_t w_ts (<dy_t, v_s> - delta_t)
 
-1. ``query_walk``, forwards: dq and c; the reference and the mass before each chunk; and, if
-   sequences are cut, the segment's part of the gradient of the state before it.
-2. ``scan_back`` (segments.py), if sequences are cut: the gradient of the state after each segment.
-3. ``source_walk``, backwards: dk and dv. It needs no state of the past, because p_t delta_t is
-   dq_t + p_t c_t. It carries R = sum_t p_t exp(ref - A_t) dy_t over the later tokens t, and
-   ``lost``, the same sum of p_t delta_t. These are the gradient of the state, counted from the
-   reference.
+1. ``query_walk``, forwards: dq and c; (ref, mass) before each chunk; and, if sequences are cut, the
+   segment's part of the gradient of the state before it. ``scan_back`` (segments.py) then computes
+   the gradient of the state after each segment.
+2. ``source_walk``, backwards: dk and dv. Its state is the gradient of the forward state,
+   R = sum_t p_t exp(ref - A_t) dy_t over the later tokens t, and ``lost``, the same sum of
+   p_t delta_t = dq_t + p_t c_t.
 
 Saved for the backward pass: the inputs, the final mean and, if sequences are cut, one state per
 segment.
@@ -48,58 +45,15 @@ from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import final_buffers
 from latte.ops.triton_backend.launch import contiguous, readable
 from latte.ops.triton_backend.segments import (
-    Walker,
-    between_segments,
-    decays,
-    means_after,
-    scan_back,
-    state_gradients,
-    states_before,
-)
+    Walker, between_segments, decays, means_after, scan_back, state_gradients, states_before,
+)  # fmt: skip
 from latte.ops.triton_backend.tiles import (
-    FORGETTING_REACH,
-    REACH,
-    SIZES,
-    TINY,
-    add_source,
-    added,
-    at_most,
-    counted,
-    factor,
-    finite,
-    first_reference,
-    inverse,
-    larger,
-    largest,
-    load_across,
-    load_inputs,
-    load_key,
-    load_keys,
-    load_latents,
-    load_one_share,
-    load_queries,
-    load_query,
-    load_shares,
-    load_tile,
-    load_value,
-    log_mass_of,
-    mass_up_to,
-    mm,
-    moved,
-    place,
-    power,
-    reciprocal,
-    slot_of,
-    store_across,
-    store_chosen,
-    store_latents,
-    store_row,
-    store_tile,
-    store_value,
-    summed,
-    walk_place,
-    worn,
-)
+    FORGETTING_REACH, REACH, SIZES, TINY, add_source, added, at_most, counted, factor, finite,
+    first_reference, inverse, larger, largest, load_across, load_inputs, load_key, load_keys,
+    load_latents, load_one_share, load_queries, load_query, load_shares, load_tile, load_value,
+    log_mass_of, mass_up_to, mm, moved, place, power, reciprocal, slot_of, store_across,
+    store_chosen, store_latents, store_row, store_tile, store_value, summed, walk_place, worn,
+)  # fmt: skip
 
 
 def forward(x: Latte) -> tuple[Tensor, ...]:

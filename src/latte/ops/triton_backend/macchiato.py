@@ -1,25 +1,19 @@
 """Macchiato on kernels: both branches in one forward kernel, gradients in closed form.
 
-In the causal forward pass, ``macchiato_walk`` walks as Latte's ``walk`` (latte_causal.py), with the
-window as state 0. For each chunk it processes the window's keys first (:func:`attend`, softmax.py).
-Then one softmax over the L + 1 latent logits gives the window's share. Then the latents' weights in
-the chunk are added to the window's, and one product with the chunk's values is enough for both. The
-outputs of the two branches are never in memory. If a sequence is cut, ``segment_sums`` and ``scan``
-(segments.py) compute the states before its segments. The backward pass uses Latte's walks and the
-window's own kernels.
+``macchiato_walk`` walks as Latte's ``walk`` (latte_causal.py), with the window as state 0. In each
+chunk it processes the window's keys (:func:`attend`, softmax.py) and mixes by one softmax over the
+L + 1 latent logits. The weights of the latents in the chunk are added to the window's, so that both
+share the product with the chunk's values. The outputs of the branches are never in memory. The
+backward pass uses Latte's walks and the window's kernels. The bidirectional form uses the states of
+Latte's, then computes outputs and gradients by chunk.
 
-The bidirectional form uses the states of Latte's, then computes outputs and gradients by chunk.
+Late latents read, at each token, the source that leaves the window, so each branch has its own
+product with the values. If window and latents share one softmax, the window's log-mass is added to
+its logit. The window's gradients then need the delta of the whole mixture, and dq is computed after
+the latents' walk, in a launch of its own.
 
-Sinks are more keys of the window (softmax.py, sinks.py). Latents that are late read, at each token,
-the source that leaves the window. Their keys and values differ from the window's, so each branch
-has its own product with the values. If window and latents share one softmax, the window's log-mass
-is added to its logit. The walk has computed it before it mixes. In the backward pass, the window's
-kernels then need the delta of the whole mixture. Therefore dq is computed after the latents' walk,
-in a separate launch.
-
-Saved for the backward pass: the inputs, the final mean, and one state per segment if sequences are
-cut; and one fp32 number per token and head, the window's share p(0|t). With late latents or one
-softmax there is a second number, the window's logit.
+Saved for the backward pass: the inputs, the final mean, one state per segment if sequences are cut,
+and for each token and head the window's share p(0|t), and its logit if that was computed.
 
 Shape suffixes: B batch, T tokens, H query heads, G key heads, R = H / G, L latents, K key width,
 D value width, N sequences, M segments of all sequences, C tokens of a chunk.
@@ -47,51 +41,16 @@ from latte.ops.triton_backend.latte_causal import (
 )
 from latte.ops.triton_backend.launch import contiguous, launch, macchiato_tiles, readable
 from latte.ops.triton_backend.segments import (
-    Between,
-    Walker,
-    between_segments,
-    decays,
-    scan_segments,
-    state_buffers,
-    state_gradients,
+    Between, Walker, between_segments, decays, scan_segments, state_buffers, state_gradients,
     states_before,
-)
+)  # fmt: skip
 from latte.ops.triton_backend.softmax import attend, log_mass_of_softmax, unit_of
 from latte.ops.triton_backend.tiles import (
-    FORGETTING_REACH,
-    REACH,
-    SIZES,
-    TINY,
-    add_source,
-    added,
-    at_most,
-    counted,
-    factor,
-    first_reference,
-    first_token,
-    inverse,
-    larger,
-    largest,
-    load_inputs,
-    load_key,
-    load_keys,
-    load_mixture,
-    load_share,
-    load_tile,
-    load_value,
-    load_window_logits,
-    mm,
-    moved,
-    place,
-    power,
-    reciprocal,
-    store_numbers,
-    store_tile,
-    store_value,
-    summed,
-    walk_place,
-    worn,
-)
+    FORGETTING_REACH, REACH, SIZES, TINY, add_source, added, at_most, counted, factor,
+    first_reference, first_token, inverse, larger, largest, load_inputs, load_key, load_keys,
+    load_mixture, load_share, load_tile, load_value, load_window_logits, mm, moved, place, power,
+    reciprocal, store_numbers, store_tile, store_value, summed, walk_place, worn,
+)  # fmt: skip
 from latte.ops.triton_backend.window import (
     Window,
     WindowLauncher,

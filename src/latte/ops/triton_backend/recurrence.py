@@ -5,18 +5,14 @@
     g_t = dh_t + a_{t+1} g_{t+1}       the gradient that reaches h_t
     dlog a_t = g_t (a_t h_{t-1} - i_t x_t a_t^2 / sqrt(1 - a_t^2))
 
-A range of tokens is an affine map of the state, h -> A h + B, and these maps compose. If sequences
-and channels fill the GPU, one program processes a whole sequence (``lru_walk``, ``lru_walk_back``:
-each input is read once). Otherwise every chunk has a program: ``ends`` and ``ends_back`` find each
-chunk's map, ``carry`` composes the maps, ``apply`` and ``apply_back`` write the results.
+A range of tokens is an affine map of the state, h -> A h + B. If sequences and channels fill the
+GPU, one program processes a whole sequence (``lru_walk``, ``lru_walk_back``). Otherwise every chunk
+has a program: ``ends`` and ``ends_back`` find each chunk's map, ``carry`` composes the maps,
+``apply`` and ``apply_back`` write the results. With ``DOWN`` the forward pass goes from the end of
+a sequence to its beginning, and gradients go the other way. ``begins`` (N,) is the token at which a
+sequence starts (a = 0, factor 1), or -1 if it continues from a state.
 
-With ``DOWN`` a kernel walks from the end of a sequence to its beginning. In the backward pass
-``DOWN`` is still the direction of the forward pass, and gradients go in the opposite direction. A
-masked token does not change the state. ``begins`` (N,) is the token at which a sequence starts (a =
-0, factor 1), or -1 if it continues from a state.
-
-Saved for the backward pass: the inputs and one state per chunk. The other states are computed
-again.
+Saved for the backward pass: the inputs and one state per chunk.
 
 Shape suffixes: B batch, T tokens, E channels (of a tile), N sequences, M chunks of all sequences,
 C tokens of a chunk, U chunks of a round.
@@ -34,30 +30,14 @@ from torch import Tensor
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.tensors import Sequences, sequence_bounds
 from latte.ops.triton_backend.launch import (
-    LRU_BACK,
-    LRU_BY_CHUNK,
-    LRU_CARRY,
-    LRU_CHUNK,
-    LRU_STAGES,
-    LRU_WALK,
-    LRU_WALKS_FROM,
-    contiguous,
-    launch,
-    readable,
-)
+    LRU_BACK, LRU_BY_CHUNK, LRU_CARRY, LRU_CHUNK, LRU_STAGES, LRU_WALK, LRU_WALKS_FROM, contiguous,
+    launch, readable,
+)  # fmt: skip
 from latte.ops.triton_backend.segments import Parts, count_parts
 from latte.ops.triton_backend.tiles import (
-    SIZES,
-    at_most,
-    compose,
-    load_steps,
-    log1p_of_share,
-    parts_of,
-    place,
-    power,
-    reciprocal,
+    SIZES, at_most, compose, load_steps, log1p_of_share, parts_of, place, power, reciprocal,
     store_steps,
-)
+)  # fmt: skip
 
 # As in the other backends: Griffin's constant c, and an upper limit of log a that is not quite 0.
 GATE_STRENGTH = tl.constexpr(8.0)

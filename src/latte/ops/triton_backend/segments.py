@@ -22,48 +22,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from latte.ops.tensors import count_sequences, sequence_bounds
 from latte.ops.triton_backend.launch import (
-    ENOUGH,
-    SCAN,
-    SHORTEST,
-    WANTED,
-    Walk,
-    by_chunk,
-    capability,
-    contiguous,
-    launch,
-    padded,
-    rounding,
-    walking,
-    warn_of_assembler,
-)
+    ENOUGH, SCAN, SHORTEST, WANTED, Walk, by_chunk, capability, contiguous, launch, padded,
+    rounding, walking, warn_of_assembler,
+)  # fmt: skip
 from latte.ops.triton_backend.tiles import (
-    REACH,
-    SIZES,
-    added,
-    compose,
-    counted,
-    factor,
-    finite,
-    first_reference,
-    inverse,
-    kept_share,
-    largest,
-    load_inputs,
-    load_keys,
-    load_tile,
-    log_mass_of,
-    merge_forgetting,
-    merge_masses,
-    mm,
-    parts_of,
-    place,
-    power,
-    state_tile,
-    store_across,
-    store_latents,
-    summed,
-    walk_place,
-)
+    REACH, SIZES, added, compose, counted, factor, finite, first_reference, inverse, kept_share,
+    largest, load_inputs, load_keys, load_tile, log_mass_of, merge_forgetting, merge_masses, mm,
+    parts_of, place, power, state_tile, store_across, store_latents, summed, walk_place,
+)  # fmt: skip
 
 # For each ``cu_seqlens``: its version, and the tables of its parts.
 _PACKED = WeakTensorKeyDictionary()
@@ -195,12 +161,7 @@ class ChunkLauncher(Launcher):
         self.products = {"WIDE": wide, "NARROW": narrow}
 
     def by_chunk(
-        self,
-        kernel: Any,
-        *args: Any,
-        product: str,
-        back: bool = False,
-        **extras: Any,
+        self, kernel: Any, *args: Any, product: str, back: bool = False, **extras: Any
     ) -> None:
         """One program per chunk and head; ``back`` for the backward pass."""
         c, parts = self.config, self.parts
@@ -227,26 +188,25 @@ class Walker(Launcher):
 
     def forward(self, kernel: Any, *args: Any, **extras: Any) -> None:
         """One program per segment, head and tile of D."""
-        c = self.walk
-        programs = self.parts.M * self.H * -(-self.D // c.BD)
-        self._walk(kernel, programs, self.D, (c.BD, c.stages, c.warps), *args, **extras)
+        c, tiles = self.walk, -(-self.D // self.walk.BD)
+        self._walk(kernel, tiles, self.D, (c.BD, c.stages, c.warps), *args, **extras)
 
     def back(self, kernel: Any, D: int, *args: Any, **extras: Any) -> None:
         """One program per segment and head, for a tile of width D."""
         c = self.walk
         fixed = (c.BD_back, c.stages_back, self.warps_back(c.warps_back))
-        self._walk(kernel, self.parts.M * self.H, D, fixed, *args, **extras)
+        self._walk(kernel, 1, D, fixed, *args, **extras)
 
     def _walk(
         self,
         kernel: Any,
-        programs: int,
+        tiles_of_D: int,
         D: int,
-        fixed: tuple[int, int, int],
+        fixed: tuple[int, ...],
         *args: Any,
         **extras: Any,
     ) -> None:
-        BD, stages, warps = fixed
+        (BD, stages, warps), programs = fixed, self.parts.M * self.H * tiles_of_D
         sizes = (self.T, self.length, self.parts.per_row, self.H, self.L, D)
         tiles = (self.walk.C, self.walk.BL, BD, self.product, stages)
         options = {"num_warps": warps} | self.registers() | extras

@@ -1,14 +1,10 @@
-"""Gradients of sinks, the first tokens, which every query of a sequence reads beside its window.
-
-w_tj is the weight of sink j in the window's softmax. p_t and delta_t are as in window.py.
+"""Gradients of sinks. w_tj is sink j's weight in the window's softmax; the rest is as in window.py.
 
     dlogit_tj = p_t w_tj (<dy_t, v_j> - delta_t)
     dq'_t     = sum_j dlogit_tj k_j,   dk_j = sum_t dlogit_tj q'_t,   dv_j = sum_t p_t w_tj dy_t
 
-1. ``sink_gradients``: dq' of a chunk of queries, and what they add to dk and dv.
-2. ``add_sinks``: the sums over a sequence's chunks and a group's heads. They are added in a fixed
-   order, without atomics, so every run gives the same bits. The summands are 4 (K + D) S / C bytes
-   per token and head.
+``sink_gradients`` computes dq' of a chunk of queries, and what they add to dk and dv. ``add_sinks``
+sums that over a sequence's chunks and a group's heads, in a fixed order, without atomics.
 
 Shape suffixes: B batch, T tokens, H query heads, G key heads, R = H / G, K key width, D value
 width, N sequences, S sinks, M chunks of all sequences, C tokens of a chunk.
@@ -20,23 +16,11 @@ import triton
 import triton.language as tl
 
 from latte.ops.triton_backend.softmax import (
-    SINKS_AT_ONCE,
-    load_chunk,
-    sink_logits,
-    store_chunk,
-    unit_of,
-    value_products,
-    window_weights,
-)
+    SINKS_AT_ONCE, load_chunk, sink_logits, store_chunk, unit_of, value_products, window_weights,
+)  # fmt: skip
 from latte.ops.triton_backend.tiles import (
-    SIZES,
-    inverse,
-    load_numbers,
-    mm,
-    parts_of,
-    place,
-    store_tile,
-)
+    SIZES, inverse, load_numbers, mm, parts_of, place, store_tile,
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -28,13 +28,8 @@ from torch import Tensor
 from latte.ops.custom_ops import custom_op, empty_gradients
 from latte.ops.triton_backend.launch import contiguous, launch, readable, step_tiles
 from latte.ops.triton_backend.tiles import (
-    at_most,
-    finite,
-    inverse,
-    log1p_of_share,
-    log_mass_of,
-    tanh,
-)
+    at_most, finite, inverse, log1p_of_share, log_mass_of, tanh,
+)  # fmt: skip
 
 # The kernel's arguments for sinks, except their mask and number; those for pending sources, before
 # and after the step.

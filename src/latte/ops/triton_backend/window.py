@@ -1,30 +1,24 @@
 """Softmax over a sliding window on kernels, alone or as state 0 of Latte; gradients in closed form.
 
-In the forward pass, one program computes the outputs of a chunk of one head, or one tile of them if
-values are wide. The C queries of a chunk read the chunks of C keys in their window, their own chunk
-last, with a running maximum and sum. :func:`attend` does this. The walk of causal Macchiato
-(macchiato.py) calls it too. Beside latents, the window's share of each token, ``gate`` = p(0|t), is
-saved.
-
-Backward, with w_ts the softmax over the window, p_t its share p(0|t) (1 without latents) and
-delta_t = <dy_t, SWA_t> = sum_s w_ts <dy_t, v_s>:
+In the forward pass, one program computes a chunk of outputs of one head, or one tile of them if
+values are wide: :func:`attend` (softmax.py). Beside latents, the window's share of each token,
+``gate`` = p(0|t), is saved. Backward, with w_ts the softmax over the window, p_t its share (1
+without latents) and delta_t = <dy_t, SWA_t> = sum_s w_ts <dy_t, v_s>:
 
     dlogit_ts = p_t w_ts (<dy_t, v_s> - delta_t)
     dv_s      = sum_t p_t w_ts dy_t, and what the latents add
 
 1. ``window_query_gradients``: each token's largest logit, mass and delta, then dq. It goes over the
    chunks of keys that a chunk of queries sees.
-2. ``window_source_gradients``: dk and dv of a chunk of keys, from the chunks of queries that see it
-   and all heads of their group. So no sums between programs are needed. A second launch computes
-   those of the keys of the earlier state.
+2. ``window_source_gradients``: dk and dv of a chunk of keys, from all queries that see it, so no
+   sums between programs are needed. A second launch computes those of the earlier state's keys.
 
-The weights are computed again, and not from results of the forward pass. A product of another shape
-may round a logit of 15,000 differently, and e^0.001 is not 1. Only the inputs are saved.
+The weights are computed again from the inputs. The sums of the forward pass would not do: a product
+of another shape may round a logit of 15,000 differently, and e^0.001 is not 1.
 
 If window and latents share one softmax, dlogit_ts has the delta of the whole mixture, which the
-latents' walk computes. Step 1 is then two launches, one before that walk and one after it. The
-gradients of sinks are in sinks.py. The positions of keys and the softmax over them are in
-softmax.py.
+latents' walk computes. Step 1 is then two launches, one before that walk and one after it.
+Gradients of sinks are in sinks.py.
 
 Shape suffixes: B batch, T tokens, H query heads, G key heads, R = H / G, L latents, K key width,
 D value width, N sequences, P keys of the earlier state, C tokens of a chunk, queries or keys.
@@ -45,44 +39,18 @@ from latte.ops.arguments import WINDOW_GRADIENTS, Earlier
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import SeenSinks
 from latte.ops.triton_backend.launch import (
-    FARTHEST_TOKENS,
-    SINK_SUMS,
-    capability,
-    contiguous,
-    launch,
-    readable,
-    window_tiles,
-)
+    FARTHEST_TOKENS, SINK_SUMS, capability, contiguous, launch, readable, window_tiles,
+)  # fmt: skip
 from latte.ops.triton_backend.segments import ChunkLauncher
 from latte.ops.triton_backend.sinks import add_sinks, sink_gradients
 from latte.ops.triton_backend.softmax import (
-    SINKS_AT_ONCE,
-    attend,
-    chunk_logits,
-    keys_at,
-    load_chunk,
-    sink_logits,
-    softmax_step,
-    store_chunk,
-    unit_of,
-    value_products,
-    window_weights,
-)
+    SINKS_AT_ONCE, attend, chunk_logits, keys_at, load_chunk, sink_logits, softmax_step,
+    store_chunk, unit_of, value_products, window_weights,
+)  # fmt: skip
 from latte.ops.triton_backend.tiles import (
-    SIZES,
-    finite,
-    first_token,
-    inverse,
-    load_keys,
-    load_latents,
-    load_mixture,
-    load_numbers,
-    load_state,
-    mm,
-    place,
-    store_numbers,
-    store_tile,
-)
+    SIZES, finite, first_token, inverse, load_keys, load_latents, load_mixture, load_numbers,
+    load_state, mm, place, store_numbers, store_tile,
+)  # fmt: skip
 
 
 def forward(x: arguments.Window) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +21,14 @@ from latte.layers.latent_fields import (
     check_half_lives,
     check_probability,
 )
+from latte.layers.mixer import Context, MixerState
 from latte.layers.parts import CausalConv1d, InitializedModule, RMSNorm
 from latte.layers.recurrent import DECAY_RANGE, RGLRU, STEP_KINDS
-from latte.layers.state import MixerState, Piece
 from latte.layers.step import StepState
 from latte.ops import decoding
 from latte.ops.step import in_dtype
 
 HALF_LIFE_RANGE = LatentFields.half_life_range
-
-
-class LatentInputs(NamedTuple):
-    """``z`` (B, T, E), and the next state's ``rglru`` and ``conv``."""
-
-    z: Tensor
-    after: MixerState = MixerState()
 
 
 class LatentInput(InitializedModule):
@@ -79,18 +72,19 @@ class LatentInput(InitializedModule):
             "rms_norm_eps": config.norm_eps,
         }
 
-    def forward(self, piece: Piece) -> LatentInputs:
+    def forward(self, x: Tensor, state: MixerState, context: Context) -> tuple[Tensor, MixerState]:
+        """z (B, T, E), and the state with its ``conv`` or ``rglru`` after the tokens."""
         if self.kind == "none":
-            return LatentInputs(piece.x)
-        x, key_mask, cu_seqlens, state, carry, _ = piece
-        shards = state.shards
+            return x, state
+        tokens = context.key_mask, context.cu_seqlens
+        carry, shards = context.output_final_state, context.shards
         if self.kind == "conv":
-            y, tail = self.conv(x, key_mask, cu_seqlens, state.conv, carry, shards=shards)
-            return LatentInputs(y, MixerState(conv=tail))
-        h, last = self.rglru(x, key_mask, cu_seqlens, state.rglru, carry, shards=shards)
+            y, tail = self.conv(x, *tokens, state.conv, carry, shards=shards)
+            return y, state._replace(conv=tail)
+        h, last = self.rglru(x, *tokens, state.rglru, carry, shards=shards)
         if not self.causal:
-            h = h + self.backward_rglru(x, key_mask, cu_seqlens)[0]
-        return LatentInputs(self.norm(h), MixerState(rglru=last))
+            h = h + self.backward_rglru(x, *tokens)[0]
+        return self.norm(h), state._replace(rglru=last)
 
     def step(self, x_BE: Tensor, state: StepState) -> Tensor:
         """z (B, E) of one token per row; the state is written in place."""
@@ -205,20 +199,23 @@ class LatentLogits(InitializedModule):
             return weight.dtype
         return torch.float32  # quantised maps
 
-    def forward(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor | None, LatentInputs]:
-        """Logits q (B, T, H, L or L+1) and k (B, T, H, L), ``log_decay``, and the input's states.
+    def forward(
+        self, x: Tensor, state: MixerState, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor | None, MixerState]:
+        """Logits q (B, T, H, L or L+1) and k (B, T, H, L), ``log_decay``, and the state.
 
-        ``log_decay`` (B, T, H, L) is at least fp32. It is None if nothing is forgotten.
+        ``log_decay`` (B, T, H, L) is at least fp32. It is None if nothing is forgotten. The state
+        has the parts of the latent input after the tokens.
         """
-        inputs = self.input(piece)
+        z, state = self.input(x, state, context)
         heads = (self.num_heads, -1)
-        q, k = self.q_proj(inputs.z), self.k_proj(inputs.z)
-        gate = self.decay_proj(inputs.z) if self.forgetting == "gated" else None
+        q, k = self.q_proj(z), self.k_proj(z)
+        gate = self.decay_proj(z) if self.forgetting == "gated" else None
         q_BTHL = q.unflatten(-1, heads)
         if self.window_probability is not None:
             bias_HL = F.pad(self.window_bias[:, None], (0, q_BTHL.shape[-1] - 1))
             q_BTHL = q_BTHL + bias_HL.to(q_BTHL.dtype)
-        return q_BTHL, k.unflatten(-1, heads), self._log_decay(gate, k.shape[:-1]), inputs
+        return q_BTHL, k.unflatten(-1, heads), self._log_decay(gate, k.shape[:-1]), state
 
     def _log_decay(self, gate: Tensor | None, shape: Sequence[int]) -> Tensor | None:
         """-softplus(b + gate) (*shape, H, L); ``gate`` (*shape, H * L) or None."""

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from experiments.sides import Side, side, sides
 from latte.conversion import convert
 from latte.errors import LatteError
 from latte.lab.data import byte_tokenizer
-from latte.lab.evaluate.sides import Side, side, sides
 
 
 @pytest.fixture(scope="module")

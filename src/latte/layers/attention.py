@@ -1,0 +1,407 @@
+"""Latte and Latte-Macchiato: latent attention, alone or with a sliding window inside.
+
+Paper, eq. 6-14 and 15-19. A converted model's layers are Latte-Macchiato too, with the projections
+of their base (:mod:`latte.conversion.attention`). Shape suffixes: B batch, T tokens, N states (B,
+or packed sequences), E hidden size, H query heads, G key/value heads, K key width, D value width, L
+latents per head, n sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from latte.layers.checks import check_positive
+from latte.layers.latents import HALF_LIFE_RANGE, LatentLogits
+from latte.layers.mixer import EMPTY, Context, Mixer, MixerState, Projected
+from latte.layers.parts import Rotary
+from latte.layers.recurrent import DECAY_RANGE
+from latte.layers.step import StepState
+from latte.layers.weights import MixingLogits, remembered
+from latte.ops import (
+    Partition,
+    Sinks,
+    WindowState,
+    latte_attention,
+    macchiato_attention,
+    sliding_window_attention,
+    window_log_mass,
+)
+from latte.ops.step import latte_step
+
+
+class LatteAttention(Mixer):
+    """``y_t = sum_l p(l|t) sum_{s<=t} p(s|l,t) v_s``, with q and k logits from ``latent_input``.
+
+    Args:
+        num_latents: Total number of latents over all heads. ``num_heads`` must divide it.
+        latent_input: Source of the q and k logits: ``"none"`` (x itself), ``"conv"`` or
+            ``"rglru"``. Values always come from x.
+        forgetting: Kind of forgetting, ``"none"``, ``"static"`` or ``"gated"``
+            (:class:`LatentLogits`; beyond the paper).
+    """
+
+    carries = ("latent",)
+    splits = True
+    stepped = ("latents",)
+    uses = ("num_latents", "latent_input", "forgetting")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_latents: int,
+        *,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        latent_input: str = "none",
+        conv_kernel_size: int = 3,
+        rglru_decay_range: Sequence[float] = DECAY_RANGE,
+        rms_norm_eps: float = 1e-6,
+        forgetting: str = "none",
+        half_life_range: Sequence[float] = HALF_LIFE_RANGE,
+        causal: bool = True,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, num_key_value_heads, head_dim, causal)
+        self.latents = LatentLogits(
+            hidden_size,
+            num_heads,
+            num_latents,
+            latent_input,
+            conv_kernel_size=conv_kernel_size,
+            rglru_decay_range=rglru_decay_range,
+            rms_norm_eps=rms_norm_eps,
+            forgetting=forgetting,
+            half_life_range=half_life_range,
+            causal=causal,
+        )
+
+    @classmethod
+    def options(cls, config: Any) -> dict[str, Any]:
+        return super().options(config) | LatentLogits.options(config)
+
+    def mixing_flops(self, length: int) -> float:
+        """2 * 2 * L * D per head."""
+        return 4.0 * self.latents.k_proj.out_features * self.head_dim
+
+    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
+        q, k, log_decay, state = self.latents(x_BTE, state, context)
+        v = self._heads(self.v_proj(x_BTE), self.num_key_value_heads)
+        return Projected(v, state, q, k, log_decay=log_decay)
+
+    def _attend(
+        self, x_BTE: Tensor, projected: Projected, context: Context
+    ) -> tuple[Tensor, MixerState]:
+        out, latent = context.across(latte_attention)(
+            projected.latent_q,
+            projected.latent_k,
+            projected.v,
+            causal=self.causal,
+            key_mask=context.key_mask,
+            cu_seqlens=context.cu_seqlens,
+            initial_state=projected.state.latent,
+            output_final_state=context.output_final_state,
+            log_decay=projected.log_decay,
+        )
+        return out, projected.state._replace(latent=latent)
+
+    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
+        latent, real = state.latent, state.step_context.real
+        assert latent is not None
+        q, k, log_decay = self.latents.step(x_BE, state)
+        v = state.step_context.plan.linear_maps(x_BE, self.v_proj)[0]
+        v = v.view(len(x_BE), self.num_key_value_heads, -1)
+        return latte_step(q, k, v, latent.log_mass, latent.mean, real, log_decay=log_decay)
+
+
+class LatteMacchiato(Mixer):
+    """``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]``: one distribution over the past.
+
+    The window's q and k have their own projections, from x. They are rotated, and their logits are
+    scaled by 1/sqrt(K). Both branches share the values and the output projection. The latent
+    logits come from ``latent_input``.
+
+    Args:
+        num_latents: Total number of latents over all heads, without the window.
+        window: Number of keys a query sees, its own included; ``|s - t| <= window // 2`` if not
+            causal.
+        window_probability: Initial value of p(l=0), set by a bias per head on the window's query
+            logit. None adds no bias; p(l=0) then starts near 1 / (L + 1).
+        rope_theta: Base of the rotary encoding; None uses no positions.
+        softcap: Cap of the local logits, which become ``softcap * tanh(logit / softcap)``.
+        forgetting: Kind of forgetting, as for :class:`LatteAttention`. The window does not forget.
+        num_sinks: Number of a sequence's first tokens that stay visible to the window (arXiv
+            2309.17453). Queries see them no further away than the window's edge: their rotation
+            towards them is that of position ``min(t, W + n - 1)``.
+        delay_latents: Whether the latents read a token only when it has left the window. Then the
+            two branches share no token.
+        joint_softmax: Whether the window's keys and the latents share one softmax (beyond the
+            paper): the logsumexp of the window's logits is added to the logit of p(l=0).
+    """
+
+    window: int
+    carries: ClassVar[tuple[str, ...]] = ("latent", "window")
+    stepped: ClassVar[tuple[str, ...]] = ("latents",)
+    uses: ClassVar[tuple[str, ...]] = (
+        *("num_latents", "latent_input", "forgetting"),
+        *("sliding_window", "rope_theta", "window_probability"),
+        *("num_sinks", "delay_latents", "joint_softmax"),
+    )
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_latents: int,
+        *,
+        window: int = 128,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        latent_input: str = "none",
+        window_probability: float | None = None,
+        conv_kernel_size: int = 3,
+        rglru_decay_range: Sequence[float] = DECAY_RANGE,
+        rope_theta: float | None = 10000.0,
+        softcap: float | None = None,
+        rms_norm_eps: float = 1e-6,
+        forgetting: str = "none",
+        half_life_range: Sequence[float] = HALF_LIFE_RANGE,
+        num_sinks: int = 0,
+        delay_latents: bool = False,
+        joint_softmax: bool = False,
+        causal: bool = True,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, num_key_value_heads, head_dim, causal)
+        check_positive("LatteMacchiato", window=window)
+        self._add_local(window, rope_theta, softcap)
+        self._divide_past(num_sinks, delay_latents, joint_softmax)
+        self.latents: Any = LatentLogits(
+            hidden_size,
+            num_heads,
+            num_latents,
+            latent_input,
+            window_logit=True,
+            window_probability=window_probability,
+            conv_kernel_size=conv_kernel_size,
+            rglru_decay_range=rglru_decay_range,
+            rms_norm_eps=rms_norm_eps,
+            forgetting=forgetting,
+            half_life_range=half_life_range,
+            causal=causal,
+        )
+
+    def _divide_past(self, num_sinks: int, delay_latents: bool, joint_softmax: bool) -> None:
+        """Set how window and latents divide the past among themselves."""
+        beyond = num_sinks > 0 or delay_latents or joint_softmax
+        if beyond and not self.causal:
+            raise ValueError(
+                "LatteMacchiato: num_sinks, delay_latents and joint_softmax need causal=True, got"
+                " causal=False"
+            )
+        self.num_sinks, self.delay_latents = num_sinks, delay_latents
+        self.joint_softmax = joint_softmax
+        self.partition = Partition(None, delay_latents, joint_softmax) if beyond else None
+        self.sink_edge = self.window + num_sinks - 1 if num_sinks else None
+
+    @property
+    def splits(self) -> bool:
+        """Whether a sequence can be divided among processes, which pass no sinks on."""
+        return not (self.num_sinks or self.delay_latents)
+
+    @classmethod
+    def options(cls, config: Any) -> dict[str, Any]:
+        names = "window_probability", "num_sinks", "delay_latents", "joint_softmax"
+        own = {name: getattr(config, name) for name in names} | {"window": config.sliding_window}
+        local = cls.local_options(config)
+        return super().options(config) | LatentLogits.options(config) | own | local
+
+    def mixing_flops(self, length: int) -> float:
+        """2 * 2 * L * D per head, plus the window's."""
+        latents = 4.0 * self.latents.k_proj.out_features * self.head_dim
+        return latents + self._local_flops(length)
+
+    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
+        return self.with_logits(x_BTE, self.near(x_BTE, state, context), context)
+
+    def with_logits(self, x_BTE: Tensor, near: Projected, context: Context) -> Projected:
+        """The same with the latents' logits and log-decay."""
+        q, k, log_decay, state = self.latents(x_BTE, near.state, context)
+        return near._replace(latent_q=q, latent_k=k, log_decay=log_decay, state=state)
+
+    # --- mixing ---------------------------------------------------------------------------------
+
+    def _attend(
+        self, x_BTE: Tensor, projected: Projected, context: Context
+    ) -> tuple[Tensor, MixerState | None]:
+        """Both branches, (B, T, H, D), and the state after the tokens if it is wanted."""
+        sinks = self.sinks(projected, context)
+        partition = self.partition
+        if sinks is not None:
+            partition = Partition(sinks, self.delay_latents, self.joint_softmax)
+        out, after = context.across(macchiato_attention)(
+            projected.latent_q,
+            projected.latent_k,
+            projected.q,
+            projected.k,
+            projected.v,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            causal=self.causal,
+            key_mask=context.key_mask,
+            cu_seqlens=context.cu_seqlens,
+            initial_state=projected.state,
+            output_final_state=context.output_final_state,
+            log_decay=projected.log_decay,
+            partition=partition,
+        )
+        return out, self._with_sinks(after, sinks)
+
+    def window_branch(self, near: Projected, context: Context) -> tuple[Tensor, MixerState | None]:
+        """The window alone, (B, T, H, D), with its sinks if it has any, and the state."""
+        sinks = self.sinks(near, context)
+        out, after = self._softmax(self.window, near, context, sinks)
+        return out, self._with_sinks(after, sinks)
+
+    def _softmax(
+        self, window: int | None, near: Projected, context: Context, sinks: Sinks | None = None
+    ) -> tuple[Tensor, MixerState]:
+        """Softmax attention over a window of the local keys, or over all of them (None)."""
+        out, tail = context.across(sliding_window_attention)(
+            near.q,
+            near.k,
+            near.v,
+            window=window,
+            scale=self.scale,
+            softcap=self.softcap,
+            causal=self.causal,
+            key_mask=context.key_mask,
+            cu_seqlens=context.cu_seqlens,
+            initial_state=near.state.window,
+            output_final_state=context.output_final_state,
+            partition=sinks and Partition(sinks),
+        )
+        return out, near.state._replace(window=tail)
+
+    def sinks(self, projected: Projected, context: Context) -> Sinks | None:
+        """The sinks of these tokens' sequences, as queries see them; None without sinks."""
+        if not self.num_sinks:
+            return None
+        first = first_tokens(projected, self.num_sinks, context)
+        return Sinks(projected.sink_q, *first, context.position)  # type: ignore[arg-type]
+
+    def _with_sinks(self, after: MixerState | None, sinks: Sinks | None) -> MixerState | None:
+        """The state with the sinks, for the tokens that follow."""
+        if after is None or sinks is None:
+            return after
+        return after._replace(sinks=WindowState(sinks.keys, sinks.values, sinks.mask))
+
+    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
+        parts: Any = self._modules
+        latents = parts["latents"].step(x_BE, state)
+        local, rotary = self._local_step(x_BE, state, rotary)
+        scale = self.head_dim**-0.5
+        return state.attend(local, scale, self.softcap, rotary, latents, self.joint_softmax)
+
+    # --- for inspection -------------------------------------------------------------------------
+
+    def _weights(self, projected: Projected, context: Context) -> Tensor:
+        if self.partition is None:
+            return super()._weights(projected, context)
+        given = projected._replace(v=identity_values(projected), state=EMPTY)
+        alone = context._replace(output_final_state=False)
+        out, _ = LatteMacchiato._attend(self, projected.v, given, alone)
+        return out.transpose(1, 2)
+
+    def window_weights(self, x_BTE: Tensor, first: int, context: Context) -> Tensor:
+        """The window's weights of the first tokens among themselves, (B, H, first, first)."""
+        near = self.near(x_BTE, EMPTY, context)
+        sink_q = None if near.sink_q is None else near.sink_q[:, :first]
+        near = near._replace(q=near.q[:, :first], k=near.k[:, :first], sink_q=sink_q)
+        near = near._replace(v=identity_values(near))
+        branch = self.window_branch(near, context._replace(key_mask=None))
+        return branch[0].transpose(1, 2)
+
+    def _logits(self, projected: Projected, context: Context) -> MixingLogits:
+        """The logits of tokens without a past. That of the window has its logsumexp, if joint."""
+        decay = projected.log_decay
+        if decay is not None and self.delay_latents:
+            # A source decays from the token at which the latents read it.
+            T, W = decay.shape[1], self.window
+            decay = F.pad(decay[:, W:], (0, 0, 0, 0, 0, W))[:, :T]
+        logits = remembered(projected, decay)
+        if not self.joint_softmax:
+            return logits
+        return logits._replace(latent_q=self.mixture(projected, context))
+
+    def mixture(self, projected: Projected, context: Context) -> Tensor:
+        """The logits (B, T, H, L+1) of p(l|t), at least fp32 with a joint softmax."""
+        if not self.joint_softmax:
+            return projected.latent_q
+        return with_mass(projected.latent_q, self.window_mass(projected, context))
+
+    def window_mass(self, projected: Projected, context: Context) -> Tensor:
+        """The logsumexp of the window's logits, sinks included, (B, T, H)."""
+        sinks = self.sinks(projected, context)
+        return context.across(window_log_mass)(
+            projected.q,
+            projected.k,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            key_mask=context.key_mask,
+            cu_seqlens=context.cu_seqlens,
+            initial_state=projected.state.window,
+            partition=sinks and Partition(sinks),
+        )
+
+
+def identity_values(near: Projected) -> Tensor:
+    """Values (B, T, G, T) for which the output of attention is its weights.
+
+    So soft caps, grouped heads, sinks and norms are exactly those of the model.
+    """
+    B, T, G = near.k.shape[:3]
+    return torch.eye(T, dtype=near.v.dtype, device=near.v.device)[None, :, None].expand(
+        B, -1, G, -1
+    )
+
+
+def with_mass(latent_q: Tensor, mass_BTH: Tensor) -> Tensor:
+    """Mixture logits (B, T, H, L+1) plus the window's logsumexp in column 0, in the wider dtype."""
+    return F.pad(mass_BTH[..., None], (0, latent_q.shape[-1] - 1)) + latent_q
+
+
+def first_tokens(projected: Projected, count: int, context: Context) -> WindowState:
+    """The first ``count`` tokens of every sequence, (N, n, ...), to be its sinks.
+
+    They are those for these tokens and for the state after them. A query does not see a sink that
+    comes later than the query.
+    """
+    k, v, n, earlier = projected.k, projected.v, count, projected.state.sinks
+    B, T = k.shape[:2]
+    real = context.real(k)
+    if context.cu_seqlens is not None:
+        start_N1 = context.cu_seqlens[:-1, None].long()
+        slots_Nn = start_N1 + torch.arange(n, device=k.device)
+        mask = slots_Nn < context.cu_seqlens[1:, None]
+        index = slots_Nn.clamp_max(max(T - 1, 0))
+        return WindowState(k[0, index], v[0, index], mask & real[0, index])
+    # Without a mask all tokens are real, so only the first can be sinks.
+    first = slice(None if context.key_mask is not None else n)
+    parts = [(k[:, first], v[:, first], real[:, first])]
+    if earlier is not None:
+        parts.insert(0, tuple(earlier))  # type: ignore[arg-type]
+    keys, values, mask = (torch.cat(xs, 1) for xs in zip(*parts, strict=True))
+    short = n - mask.shape[1]
+    if short > 0:
+        keys, values = (F.pad(x, (0, 0, 0, 0, 0, short)) for x in (keys, values))
+        mask = F.pad(mask, (0, short))
+    # Real tokens first, in their order: a stable sort by "is padding".
+    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :n]
+    rows = torch.arange(B, device=order.device)[:, None]
+    return WindowState(keys[rows, order], values[rows, order], mask[rows, order])
