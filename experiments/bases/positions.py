@@ -22,8 +22,8 @@ import torch
 
 from experiments.bases.reading import segment_of
 from experiments.bases.results import Row
+from experiments.sides import keeps_all_tokens
 from latte.errors import LatteError
-from latte.lab.evaluate.sides import keeps_all_tokens
 from latte.lab.train.scoring import score_batch
 
 KEY = ("corpus", "text", "kind", "first", "last", "context")

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from experiments.sides import named_path
 from latte.errors import LatteError
 from latte.lab.data.files import file_digest, find_files, read_documents
 from latte.lab.data.tokenizers import Encoder, document_ends
-from latte.lab.evaluate.sides import named_path
 from latte.lab.train.scoring import LOGIT_BYTES
 
 CHARACTERS_A_TOKEN = 8  # first guess at how much of a text has so many tokens; more is taken

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from experiments.sides import Side
 from latte.errors import LatteError
 from latte.lab import machine
-from latte.lab.evaluate.sides import Side
 from latte.lab.evaluate.tables import csv_text
 from latte.models.atomic_files import writable_folder
 

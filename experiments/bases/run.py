@@ -190,7 +190,7 @@ def retrieval(options: argparse.Namespace) -> None:
     at_least_one(options, "segment", "cases", "batch_tokens", "base_max")
     from experiments.bases import retrieval as measure
     from experiments.bases.reading import segment_of, start_token
-    from latte.lab.evaluate.sides import keeps_all_tokens
+    from experiments.sides import keeps_all_tokens
 
     for name in options.probes:
         if name not in measure.PROBES:
@@ -281,7 +281,7 @@ def answers(options: argparse.Namespace) -> None:
 
     from experiments.bases import answers as measure
     from experiments.bases.reading import segment_of, start_token
-    from latte.lab.evaluate.sides import Side
+    from experiments.sides import Side
 
     asked = measure.prompts(options.prompts)
     work = Work(options, "answers.csv", measure)
@@ -336,7 +336,7 @@ def divergence(options: argparse.Namespace) -> None:
 def _compare_with_reference(options: argparse.Namespace, work: Work) -> None:
     from experiments.bases import divergence as measure
     from experiments.bases.reading import start_token
-    from latte.lab.evaluate.sides import side as side_of
+    from experiments.sides import side as side_of
 
     if options.reference is None:
         raise LatteError("--reference: expected a model to be close to, NAME=FOLDER, got none")
@@ -397,7 +397,7 @@ class Work:
 
     def __init__(self, options: argparse.Namespace, file: str, module: Any) -> None:
         from experiments.bases.results import ResultsFile
-        from latte.lab.evaluate.sides import sides
+        from experiments.sides import sides
         from latte.models.atomic_files import writable_folder
 
         self.options, self.folder = options, Path(options.output)

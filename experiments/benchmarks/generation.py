@@ -61,9 +61,9 @@ from experiments.benchmarks.records import (
     tiny_checkpoint,
     use_all_threads,
 )
+from experiments.sides import Side, keeps_all_tokens, named_path, side
 from latte.errors import LatteError
 from latte.lab import machine
-from latte.lab.evaluate.sides import Side, keeps_all_tokens, named_path, side
 from latte.lab.evaluate.tables import table
 from latte.models.parameters import number_of_weights
 

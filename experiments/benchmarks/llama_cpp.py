@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from experiments.sides import Side
 from latte.errors import LatteError
-from latte.lab.evaluate.sides import Side
 
 TIMED = 256  # tokens that are generated at a context at most
 

@@ -1,7 +1,4 @@
-"""The teacher is the base, its in-window mass is the closed form, and the latents learn from it.
-
-The losses inside the layers reach a block's output, in order, and stay what they are.
-"""
+"""The teacher is the base, its in-window mass is the closed form, and the latents learn from it."""
 
 import copy
 
@@ -153,7 +150,7 @@ def test_latents_learn_each_layer_on_its_own():
     assert last_mass < 0.5 * first_mass
 
 
-# --- losses on the way of the hidden states -------------------------------------------------
+# --- the backward pass of the layers' losses -------------------------------------------------
 
 LAYERS = 4
 
@@ -184,7 +181,7 @@ def test_gradients_are_those_of_the_sum_of_losses():
 
 
 def test_nothing_of_the_base_is_kept_for_the_backward_pass():
-    """The hidden states carry a gradient, and yet no feed-forward network is differentiated."""
+    """No feed-forward network is differentiated."""
     model, shapes = latents_alone(), []
     width = model.config.intermediate_size
 

@@ -10,17 +10,6 @@ So p(l=0|t) should be m_t, and the latents should give REST_t. A forward pass wi
 :class:`Teacher` runs the base (its full attention, of quadratic cost) and compares every layer with
 it. This needs no second model, and no gradient through more than one layer's attention.
 
-No gradient passes from one layer to another, so plain autograd would need only the sum of the
-losses. But some code needs gradients that arrive at a block's output. FSDP2 is an example: it
-gathers a block's weights for the backward pass and frees them after it. Therefore each layer's loss
-is passed on with the hidden states, and the blocks' outputs are chained,
-
-    h_in -> [detached: the layer and its loss, of their own] -> h_out, loss = carry(h_in, ...)
-
-by an identity whose gradient for h_in is zero (one number, expanded to all elements). The backward
-pass of layer n then begins when that of layer n + 1 has ended. The gradients of the losses are not
-changed.
-
 Shape suffixes: B batch, T tokens, E hidden size, S sources, C queries of a chunk, H query
 heads, G key/value heads, R = H / G, K head width.
 """
@@ -30,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from latte.conversion.attention import MacchiatoAttention
@@ -47,39 +36,11 @@ class Teacher:
     """Runs the base's attention in every layer, and collects the errors of the mixture.
 
     Give it to a forward pass as ``teacher=``, then call :meth:`loss`. A teacher is for one pass.
-
-    ``output`` and ``mass`` are the layers' own errors. The loss uses the same values, passed on
-    with the hidden states (:func:`carry`). So its backward pass goes from the last layer to the
-    first.
     """
 
     def __init__(self) -> None:
         self.output: list[Tensor] = []
         self.mass: list[Tensor] = []
-        self._carried: list[tuple[Tensor, Tensor]] = []
-        self._hidden: Tensor | None = None  # a layer's input while it runs, then its output
-
-    def enter(self, x_BTE: Tensor) -> Tensor:
-        """The input for a layer to read, without a gradient."""
-        self._hidden = x_BTE
-        return x_BTE.detach()
-
-    def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
-        """A layer's output, connected in autograd to the layer's errors and to all earlier errors.
-
-        Layers that are not converted have no errors.
-        """
-        if not converted:
-            assert self._hidden is not None  # a layer that is left has been entered
-            (self._hidden,) = carry(self._hidden, x_BTE.detach())
-            return self._hidden
-        if len(self._carried) == len(self.output):  # gradient checkpointing computes it again
-            return x_BTE
-        assert self._hidden is not None  # a layer that is left has been entered
-        x_BTE, output, mass = carry(self._hidden, x_BTE.detach(), self.output[-1], self.mass[-1])
-        self._carried.append((output, mass))
-        self._hidden = x_BTE
-        return x_BTE
 
     def __call__(
         self, layer: MacchiatoAttention, x_BTE: Tensor, near: Projected, context: Context
@@ -102,10 +63,7 @@ class Teacher:
 
     def errors(self) -> tuple[Tensor, Tensor]:
         """Means over the layers: the output's relative squared error, the mass's divergence."""
-        assert self._hidden is not None  # there was a forward pass
-        output, mass = (torch.stack(errors).mean() for errors in zip(*self._carried, strict=True))
-        output, mass = carry(self._hidden, output, mass)  # begin at the last layer's output
-        return output, mass
+        return torch.stack(self.output).mean(), torch.stack(self.mass).mean()
 
     def loss(self, mass_weight: float = 1.0) -> Tensor:
         """``output error + mass_weight * KL(m || p(l=0))``, a mean over layers."""
@@ -225,24 +183,11 @@ def sampled_masses(
     return torch.exp(log_near - full), log_near
 
 
-class Watcher:
-    """A teacher that only watches. The base runs unchanged, and hidden states pass through.
-
-    Give a subclass to :func:`watch`. Its ``__call__`` gets every converted layer, and returns
-    :func:`base_output`.
-    """
-
-    def enter(self, x_BTE: Tensor) -> Tensor:
-        return x_BTE
-
-    def leave(self, x_BTE: Tensor, converted: bool = True) -> Tensor:
-        return x_BTE
-
-
 def watch(model: Any, teacher: Any, **inputs: Tensor) -> None:
-    """Run the base inside a converted model, with a teacher that watches its layers.
+    """Run the base inside a converted model, and show each converted layer to ``teacher``.
 
-    The inputs may be on another device.
+    ``teacher`` is called as a :class:`Teacher` is, and returns :func:`base_output`. The inputs may
+    be on another device.
     """
     inputs = {name: x.to(model.device) for name, x in inputs.items()}
     with torch.no_grad():
@@ -254,51 +199,3 @@ def run_teacher(model: Any, **inputs: Any) -> Teacher:
     teacher = Teacher()
     model(**inputs, teacher=teacher, use_cache=False, logits_to_keep=1)
     return teacher
-
-
-# --- losses passed on with the hidden states ---------------------------------------------------
-
-
-class _Carry(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, previous: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # a zero gradient for hidden states would take memory
-        ctx.like = (previous.shape, previous.dtype, previous.device)
-        return tuple(value.detach() for value in values)  # no copies, and not views for autograd
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        shape, dtype, device = ctx.like
-        return torch.zeros((), dtype=dtype, device=device).expand(shape), *grads
-
-
-def carry(previous: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-    """Return the values unchanged, and make ``previous`` part of their backward pass.
-
-    Gradients of the values are not changed. The gradient of ``previous``, of any shape, is zero.
-    """
-    out: tuple[Tensor, ...] = _Carry.apply(previous, *values)  # type: ignore[no-untyped-call]
-    return out
-
-
-def hook_layer(layer: nn.Module) -> None:
-    """Let a decoder layer tell the ``teacher`` among its keywords when it begins and ends.
-
-    Hooks that are added later, as FSDP2's, run outside of these hooks. They see the hidden states
-    that :meth:`Teacher.leave` returns.
-    """
-    layer.register_forward_pre_hook(_enter, with_kwargs=True)
-    layer.register_forward_hook(_leave, with_kwargs=True)
-
-
-def _enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    teacher = kwargs.get("teacher")
-    return None if teacher is None else ((teacher.enter(args[0]), *args[1:]), kwargs)
-
-
-def _leave(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x_BTE: Tensor) -> Any:
-    teacher = kwargs.get("teacher")
-    return None if teacher is None else teacher.leave(x_BTE, layer.self_attn.converted)
-
-
-HOOKS = (_enter, _leave)  # hooks of a layer, without effect if there is no teacher

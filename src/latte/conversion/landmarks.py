@@ -37,7 +37,6 @@ from torch.nn import functional as F
 from latte.conversion.attention import MacchiatoAttention
 from latte.conversion.attention_distillation import (
     SAMPLE_EVERY,
-    Watcher,
     base_output,
     sampled_masses,
     watch,
@@ -68,7 +67,7 @@ class Sample(NamedTuple):
     near: Tensor
 
 
-class Survey(Watcher):
+class Survey:
     """Collects the samples of every converted layer while the base runs."""
 
     def __init__(self) -> None:

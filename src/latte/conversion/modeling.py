@@ -18,7 +18,6 @@ from transformers.modeling_utils import PreTrainedModel
 
 from latte.conversion import step
 from latte.conversion.attention import MacchiatoAttention
-from latte.conversion.attention_distillation import HOOKS, hook_layer
 from latte.conversion.bases import BASES
 from latte.conversion.config import CONFIGS
 from latte.conversion.step import Table
@@ -75,7 +74,6 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         softcap = None if self.softcap_field is None else getattr(config, self.softcap_field)
         for layer in self.layers:  # type: ignore[attr-defined]
             layer.self_attn = MacchiatoAttention(layer.self_attn, config, softcap)
-            hook_layer(layer)
         # A conversion can be loaded as a hybrid, with fewer converted layers than it has.
         kept = [i for i in range(config.num_hidden_layers) if not config.is_converted(i)]
         names = [rf"layers\.{i}\.self_attn{re.escape(NEW_WEIGHTS)}" for i in kept]
@@ -164,7 +162,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         """What a step of the layers as they are now calls and reads."""
         model: Any = self
         parts = [step.parts_of(layer) for layer in model.layers]
-        return StepPlan(parts, [model.norm], step.LAYERS, HOOKS)
+        return StepPlan(parts, [model.norm], step.LAYERS)
 
     @property
     def mixers(self) -> list[Any]:

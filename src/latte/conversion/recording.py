@@ -27,7 +27,6 @@ from torch import Tensor
 from latte.conversion.attention import MacchiatoAttention
 from latte.conversion.attention_distillation import (
     SAMPLE_EVERY,
-    Watcher,
     base_output,
     mass_divergence,
     relative_error,
@@ -42,7 +41,7 @@ from latte.layers.mixer import EMPTY, Context, Projected
 from latte.layers.parts import Rotary
 
 
-class Recorder(Watcher):
+class Recorder:
     """Collects the input of every converted layer while the base runs."""
 
     def __init__(self) -> None:

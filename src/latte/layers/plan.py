@@ -78,7 +78,6 @@ class StepPlan:
         layers: Parts of a decoder's layers.
         others: Modules outside of the layers that a step asks about.
         kinds: Classes of layers whose calls a step may take the place of.
-        ignored: Hooks of layers that have no effect in a step.
     """
 
     def __init__(
@@ -86,10 +85,9 @@ class StepPlan:
         layers: Sequence[LayerParts] = (),
         others: Iterable[nn.Module] = (),
         kinds: Collection[type] = (),
-        ignored: Collection[Any] = (),
     ) -> None:
         self.layers = layers
-        self.able = all(_is_able(parts, kinds, ignored) for parts in layers)
+        self.able = all(_is_able(parts, kinds) for parts in layers)
         self._kept: dict[tuple[Any, ...], Any] = {}
         self._like: tuple[Any, ...] = ()
         self._found: _Watched | None = None
@@ -222,13 +220,12 @@ class StepPlan:
 UNPLANNED = StepPlan()
 
 
-def _is_able(parts: LayerParts, kinds: Collection[type], ignored: Collection[Any]) -> bool:
+def _is_able(parts: LayerParts, kinds: Collection[type]) -> bool:
     """Whether a step may take the place of a call of this layer."""
     own = parts.block.__dict__
-    hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
     if type(parts.block) not in kinds or "forward" in own:
         return False
-    if not all(hook in ignored for hook in hooks):
+    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return False
     # A step has no dropout.
     if any(isinstance(x, nn.Dropout) and x.training and x.p for x in parts.block.modules()):

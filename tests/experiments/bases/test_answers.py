@@ -5,8 +5,8 @@ import torch
 
 from experiments.bases import answers
 from experiments.bases.results import ResultsFile, read_rows
+from experiments.sides import Side, side
 from latte.lab.evaluate.generate import text_ends
-from latte.lab.evaluate.sides import Side, side
 
 
 @pytest.mark.parametrize(

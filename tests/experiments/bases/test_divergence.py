@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from experiments.bases.results import read_rows
+from experiments.sides import side
 from latte.lab.data import byte_tokenizer
-from latte.lab.evaluate.sides import side
 
 EDGES = ("--edges", "8,32,64")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments.bases.results import read_rows
-from latte.lab.evaluate.sides import side
+from experiments.sides import side
 
 
 @torch.no_grad()

@@ -9,10 +9,10 @@ import torch
 from experiments.bases import paired, positions
 from experiments.bases.reading import corpus
 from experiments.bases.results import read_rows
+from experiments.sides import side
 from latte.lab.compare.intervals import mean_of
 from latte.lab.data import byte_tokenizer
 from latte.lab.data.files import read_documents
-from latte.lab.evaluate.sides import side
 
 
 def options(folders, *more):

@@ -7,9 +7,9 @@ import torch
 from experiments.bases import passkey
 from experiments.bases.results import read_rows
 from experiments.probes.questions import make_material
+from experiments.sides import side
 from latte.errors import LatteError
 from latte.lab.data import byte_tokenizer
-from latte.lab.evaluate.sides import side
 
 TEXT = "".join(chr(97 + (i * i + i // 7) % 26) if i % 6 else " " for i in range(3000))
 

@@ -371,6 +371,11 @@ def check(recipe: Recipe) -> Recipe:
             "conversion.objective=transfer trains the latents alone; expected"
             f" conversion.trainable=latents, got {conversion.trainable}"
         )
+    if conversion.objective == "transfer" and training.strategy == "fsdp2":
+        raise LatteError(
+            "training.strategy: attention distillation trains the latents alone, in a copy of the"
+            " model for each process; expected ddp with conversion.objective=transfer, got fsdp2"
+        )
     if conversion.objective == "transfer" and conversion.window_dropout:
         raise LatteError(
             "conversion.window_dropout is of next tokens; expected 0 with"

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from experiments.sides import Side, side, sides
 from latte.conversion import convert
 from latte.errors import LatteError
-from latte.lab.evaluate.sides import Side, side, sides
 
 
 @pytest.fixture(scope="module")
