@@ -99,13 +99,13 @@ docs: $(READY)
 bench: $(NATIVE)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[jax]"
 	for part in ops decode training; do \
-		$(BIN)/python -m benchmarks.cpu_$$part $(BENCH) || exit 1; done
+		$(BIN)/python -m experiments.benchmarks.cpu_$$part $(BENCH) || exit 1; done
 
 # On a machine with a GPU: are the kernels right, then how fast are they; ten minutes, CSV and figures.
 gpu-check: $(READY)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[gpu,baselines]"
-	$(BIN)/python -m benchmarks.gpu_check --fill
-	$(BIN)/python -m benchmarks.gpu_check
+	$(BIN)/python -m experiments.benchmarks.gpu_check --fill
+	$(BIN)/python -m experiments.benchmarks.gpu_check
 
 # What can be published: an sdist, a pure wheel and a wheel with the kernels for this system, in dist/.
 $(WHEELS)/.ready: $(CONSTRAINTS)

@@ -5,7 +5,7 @@
 rewrites every block between ``<!-- generated: NAME -->`` and ``<!-- /generated -->`` of the pages
 below. Names, values and defaults of options and keys come from the code. Their meaning is the words
 below; where there are none, it is the help of the option or the comment beside the field. The
-options of latents have their meaning in `latte.latent_fields`, and nowhere else. A public
+options of latents have their meaning in `latte.layers.latent_fields`, and nowhere else. A public
 name of a reference page gets its file and the first sentence of its docstring, so that the page can
 be read in the repository, where nothing fills in the whole docstrings.
 """
@@ -25,17 +25,17 @@ from typing import Any
 
 from latte.cli.parser import build_parser, has_default
 from latte.conversion.config import MacchiatoFields
-from latte.data.preparing import DataSection
-from latte.latent_fields import ConversionOptions, default_in_words, flag, options_of
-from latte.models import LatteConfig
-from latte.train.convert import EvaluationSection
-from latte.train.layers import LayersSection
-from latte.train.recipe import (
+from latte.lab.data.preparing import DataSection
+from latte.lab.train.layers import LayersSection
+from latte.lab.train.recipe import (
     ComparisonSection,
     ConversionSection,
     ModelSection,
     TrainingSection,
 )
+from latte.lab.train.stages import EvaluationSection
+from latte.layers.latent_fields import ConversionOptions, default_in_words, flag, options_of
+from latte.models import LatteConfig
 
 DOCS = Path(__file__).parent
 OPTIONS_PAGE = DOCS / "reference/command-line.md"

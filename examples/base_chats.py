@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from latte.errors import LatteError, OneLineParser, exit_code
-from latte.evaluate.generate import text_ends
-from latte.progress import progress
+from latte.errors import LatteError
+from latte.lab.command_line import OneLineParser, exit_code
+from latte.lab.evaluate.generate import text_ends
+from latte.lab.progress import progress
 
 QUESTION_TOKENS, ANSWER_TOKENS = 128, 384  # at most
 # Questions are to differ from each other; answers are to be typical of the base.
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def work() -> None:
-        from latte.evaluate.checkpoint import load_checkpoint
+        from latte.lab.evaluate.checkpoint import load_checkpoint
 
         if Path(options.output).exists():
             raise LatteError(f"{options.output} exists already; expected a new file")

@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from latte.errors import LatteError, OneLineParser, exit_code
+from latte.errors import LatteError
+from latte.lab.command_line import OneLineParser, exit_code
 
 PRESETS = ("latte-r-swa++", "transformer++")
 PROMPT = 'def read_lines(path):\n    """'
@@ -45,14 +46,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def demo(recipe_path: str, overrides: list[str]) -> None:
     """Train, compare, sample and report. All results go to the recipe's `output_dir`."""
-    from latte.train.recipe import ComparisonSection, load_recipe
+    from latte.lab.train.recipe import ComparisonSection, load_recipe
 
     began = time.perf_counter()
     recipe = load_recipe(recipe_path, overrides)
-    from latte.compare.compare import Comparison
-    from latte.data.preparing import prepare_text
-    from latte.evaluate.checkpoint import load_checkpoint
-    from latte.evaluate.generate import generate
+    from latte.lab.compare.compare import Comparison
+    from latte.lab.data.preparing import prepare_text
+    from latte.lab.evaluate.checkpoint import load_checkpoint
+    from latte.lab.evaluate.generate import generate
 
     text = prepare_text(recipe.data)
     scored = text.held_out(HELD_OUT_TOKENS)

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latte.errors import LatteError, OneLineParser
+from latte.errors import LatteError
+from latte.lab.command_line import OneLineParser
 
 if TYPE_CHECKING:
     import torch

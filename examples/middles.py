@@ -15,8 +15,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from latte.data.files import FileSource, find_files
-from latte.errors import LatteError, OneLineParser, exit_code
+from latte.errors import LatteError
+from latte.lab.command_line import OneLineParser, exit_code
+from latte.lab.data.files import FileSource, find_files
 
 BLANK_LINE = "\n\n"
 

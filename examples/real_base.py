@@ -27,7 +27,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from latte.errors import LatteError, OneLineParser, exit_code, one_line
+from latte.errors import LatteError, one_line
+from latte.lab.command_line import OneLineParser, exit_code
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "conversion"
 QUESTION = "What is the capital of France, and what is it known for?"
@@ -195,7 +196,7 @@ def install(requirements: Sequence[str]) -> None:
 
 def answer_both(file: Path, output: str, prompt: str | None) -> tuple[str, list[str]]:
     """The prompt, and what base and result say to it."""
-    from latte.evaluate.checkpoint import load_checkpoint
+    from latte.lab.evaluate.checkpoint import load_checkpoint
 
     answers = []
     for place in (file, output):  # one after the other: each needs its memory
@@ -208,7 +209,7 @@ def answer_both(file: Path, output: str, prompt: str | None) -> tuple[str, list[
 
 def answer(model: Any, tokenizer: Any, prompt: str) -> str:
     """The likeliest continuation, as the turn of a chat where the tokenizer has a template."""
-    from latte.evaluate.generate import generate, text_ends
+    from latte.lab.evaluate.generate import generate, text_ends
 
     if tokenizer.chat_template is None:
         shape: dict[str, Any] = {"temperature": 0, "stream": False}

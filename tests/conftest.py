@@ -56,7 +56,7 @@ def make_recipe(recipe_in: Callable[..., Any], tmp_path: Path) -> Callable[..., 
 @pytest.fixture(scope="session")
 def recipe_in(words: dict[str, str]) -> Callable[..., Any]:
     """recipe_in(folder, preset, **training) -> a checked recipe that writes there."""
-    from latte.train.recipe import recipe_from_dict
+    from latte.lab.train.recipe import recipe_from_dict
 
     def make(folder: Path, preset: str = "latte-r-swa++", **training: Any) -> Any:
         overrides = dict(MODEL)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from latte.errors import exit_code
-from latte.plain_files import check_plain, read_object
+from latte.lab.command_line import exit_code
+from latte.models.plain_files import check_plain, read_object
 
 
 def write_to_a_full_disk() -> None:

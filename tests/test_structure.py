@@ -163,7 +163,7 @@ def test_torchruns_variables_are_read_in_one_place():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and node.value in names
     }
-    assert readers == {"latte.processes"}
+    assert readers == {"latte.ops.processes"}
 
 
 def test_a_circle_is_found():

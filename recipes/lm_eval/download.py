@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from latte.errors import LatteError
-from latte.evaluate.tasks import load_tasks
+from latte.lab.evaluate.tasks import load_tasks
 
 
 def save_task(task: Any, out: Path) -> dict[str, Any]:

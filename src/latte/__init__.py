@@ -8,27 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from latte import _auto
-from latte._lazy import lazy_names
 from latte.conversion.bases import BASES as _BASES
 from latte.errors import LatteError
+from latte.models import auto as _auto
 from latte.models.registry import register_provider as _register_provider
-from latte.version import __version__
+from latte.ops.lazy import lazy_names
 
 if TYPE_CHECKING:
     from latte import (
-        cli,
-        compare,
         conversion,
-        data,
-        evaluate,
-        inspect,
         layers,
         models,
         ops,
         parallel,
-        rivals,
-        train,
     )
     from latte.conversion import convert
     from latte.layers import RGLRU, LatteAttention, LatteMacchiato
@@ -51,6 +43,8 @@ if TYPE_CHECKING:
         sliding_window_attention,
     )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "RGLRU",
     "LatteAttention",
@@ -65,13 +59,8 @@ __all__ = [
     "__version__",
     "attention_weights",
     "causal_conv1d",
-    "cli",
-    "compare",
     "conversion",
     "convert",
-    "data",
-    "evaluate",
-    "inspect",
     "latte_attention",
     "layers",
     "linear_attention",
@@ -81,24 +70,24 @@ __all__ = [
     "parallel",
     "preset_config",
     "rg_lru",
-    "rivals",
     "sliding_window_attention",
-    "train",
 ]
 
 _MODULES = (
     *("models", "conversion", "ops", "layers"),  # whose names these are
-    *("cli", "compare", "data", "evaluate", "inspect", "parallel", "rivals", "train"),
+    *("parallel", "lab", "serve", "cli"),
 )
 __getattr__, __dir__ = lazy_names(__name__, __all__, _MODULES)
 
 # Comparators are looked up there, the first time that an unknown name is used.
-_register_provider("latte.rivals")
+_register_provider("latte.lab.baselines")
 
 # Model types and the packages of their classes, for Transformers' Auto classes.
 _KINDS = ("Config", "Model", "ForCausalLM", "ForSequenceClassification")
 _auto.register_family("latte", "latte.models", *(f"Latte{kind}" for kind in _KINDS))
-_auto.register_family("latte_comparator", "latte.rivals", *(f"Comparator{k}" for k in _KINDS))
+_auto.register_family(
+    "latte_comparator", "latte.lab.baselines", *(f"Comparator{k}" for k in _KINDS)
+)
 for _base, _prefix in _BASES.items():
     _auto.register_family(
         f"macchiato_{_base}",

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from latte.cli.parser import build_parser
-from latte.train.convert import ConversionRecipe
-from latte.train.recipe import Recipe
+from latte.lab.train.recipe import Recipe
+from latte.lab.train.stages import ConversionRecipe
 
 
 class Case(NamedTuple):

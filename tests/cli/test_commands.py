@@ -203,7 +203,7 @@ def test_torchrun_compares_several_seeds(place: Any, tmp_path: Path) -> None:
 # What torchrun does, its processes forked from one that has imported what each of them needs.
 LAUNCH = """
 import sys
-import latte.models.modeling, latte.train.run, torch.utils.tensorboard
+import latte.models.modeling, latte.lab.train.run, torch.utils.tensorboard
 from latte.cli import main
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 standalone = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "two"}

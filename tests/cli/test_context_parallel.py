@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from latte.cli import main
-from latte.data.blocks import SharedBlocks
+from latte.lab.data.blocks import SharedBlocks
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -22,7 +22,7 @@ SOURCES = Path(__file__).parents[2] / "src"
 LAUNCH = """
 import shutil, sys
 from pathlib import Path
-import latte.models.modeling, latte.train.run, torch.optim, torch.utils.tensorboard
+import latte.models.modeling, latte.lab.train.run, torch.optim, torch.utils.tensorboard
 from torch import distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from latte.cli import main

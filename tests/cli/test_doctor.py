@@ -15,8 +15,8 @@ import torch
 import transformers
 
 import latte
-from latte import doctor
 from latte.cli import main
+from latte.lab import doctor
 from latte.ops import cpp_backend, default_backend, use_backend
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -105,7 +105,7 @@ def test_kernels_that_are_required_and_absent_are_an_error() -> None:
     code = (
         "import platform, sys; platform.machine = lambda: 'riscv64'\n"
         "from latte.cli import main\n"
-        "from latte.errors import exit_code\n"
+        "from latte.lab.command_line import exit_code\n"
         "doctor = main(['doctor', '--json'])\n"
         "for name in [x for x in sys.modules if x.startswith('latte.ops.cpp_backend')]:\n"
         "    del sys.modules[name]\n"

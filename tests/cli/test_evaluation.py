@@ -81,7 +81,7 @@ def test_a_converted_model_and_its_controls(place: Any, tmp_path: Path, capsys: 
     import transformers
 
     from latte.conversion import convert
-    from latte.evaluate.checkpoint import load_checkpoint
+    from latte.lab.evaluate.checkpoint import load_checkpoint
 
     base, folder = tmp_path / "base", tmp_path / "converted"
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -132,7 +132,7 @@ def damaged(place: Any, tmp_path: Path, damage: str) -> Path:
         file.write_text(file.read_text().replace('"single_word":false', '"single_word":true'))
         file.write_text(file.read_text() + " ")
     elif damage == "a larger tokenizer":
-        from latte.data import train_bpe
+        from latte.lab.data import train_bpe
 
         text = [" ".join(f"{word}{i}" for i in range(60)) for word in ("mean", "mass", "sum")] * 2
         train_bpe(text, 300, progress=False).save_pretrained(folder)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from latte.data.tokenizers import byte_alphabet
+from latte.lab.data.tokenizers import byte_alphabet
 from tests.conversion.bases import OWN, SHAPE
 
 ARCHITECTURES = {"gemma3_text": "gemma3"}

@@ -13,7 +13,7 @@ import latte
 from latte.cli import main
 from latte.conversion import convert
 from latte.errors import LatteError
-from latte.evaluate.checkpoint import load_config
+from latte.lab.evaluate.checkpoint import load_config
 from tests.conversion.bases import NAMES, base, tokens
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from latte.conversion.attention_distillation import Teacher
 from latte.conversion.modeling import FAMILIES
-from latte.conversion.transfer import Teacher
-from latte.train.converted import mixing
+from latte.lab.train.conversion_trainer import mixing
 from tests.conversion.bases import NAMES, WINDOW, base, base_logits, converted, full_layers, tokens
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -182,7 +182,7 @@ def test_half_precision_keeps_the_logits_weights_wide(tmp_path):
 @pytest.mark.parametrize("option", [{}, {"num_sinks": 2, "delay_latents": True}])
 @pytest.mark.parametrize("family", NAMES)
 def test_autocast_is_near_to_full_precision(family, option):
-    from latte.conversion.transfer import run_teacher
+    from latte.conversion.attention_distillation import run_teacher
 
     model = converted(family, **option).float().train()
     ids = tokens()

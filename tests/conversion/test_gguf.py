@@ -12,16 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from latte import conversion
 from latte.cli import main
-from latte.data.tokenizers import document_ends, load_tokenizer
 from latte.errors import LatteError
-from latte.evaluate.checkpoint import load_checkpoint
-from latte.evaluate.generate import text_ends
+from latte.lab.data.tokenizers import document_ends, load_tokenizer
+from latte.lab.evaluate.checkpoint import load_checkpoint
+from latte.lab.evaluate.generate import text_ends
+from latte.lab.train.conversion_trainer import mixing
 from latte.ops.widened import Widened
-from latte.train.converted import mixing
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
 
-from latte.gguf import TRANSFORMERS, open_gguf  # noqa: E402
+from latte.conversion.gguf import TRANSFORMERS, open_gguf  # noqa: E402
 from tests.conversion.gguf_files import TOKENIZER, TOKENS, small_base, write_gguf  # noqa: E402
 
 VERSION = tuple(map(int, importlib.metadata.version("transformers").split(".")[:2]))

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from latte.data.tokenizers import document_ends, load_tokenizer
 from latte.errors import LatteError
-from latte.evaluate.checkpoint import load_checkpoint
+from latte.lab.data.tokenizers import document_ends, load_tokenizer
+from latte.lab.evaluate.checkpoint import load_checkpoint
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
 
-from latte.gguf import TRANSFORMERS, gguf_config, gguf_tokenizer, open_gguf  # noqa: E402
+from latte.conversion.gguf import TRANSFORMERS, gguf_config, gguf_tokenizer, open_gguf  # noqa: E402
 from tests.conversion.gguf_files import (  # noqa: E402
     MERGES,
     PIECES,

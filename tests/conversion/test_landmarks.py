@@ -7,6 +7,7 @@ import torch
 
 from latte import LatteError
 from latte.conversion import convert
+from latte.conversion.attention_distillation import watch
 from latte.conversion.landmarks import (
     Sample,
     Survey,
@@ -17,8 +18,7 @@ from latte.conversion.landmarks import (
     set_landmarks,
     turned,
 )
-from latte.conversion.transfer import watch
-from latte.data.tokenizers import byte_tokenizer
+from latte.lab.data.tokenizers import byte_tokenizer
 from latte.layers.latent_input import window_share
 from tests.conversion.bases import NAMES, WINDOW, base, converted, tokens
 

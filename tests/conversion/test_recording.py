@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from latte.conversion.attention_distillation import run_teacher
 from latte.conversion.landmarks import set_landmarks
 from latte.conversion.recording import FitOptions, LayerFit, record
-from latte.conversion.transfer import run_teacher
 from tests.conversion.bases import converted, tokens
 
 FIELDS = {"latent_input": "none", "delay_latents": True}

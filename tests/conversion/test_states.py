@@ -114,7 +114,7 @@ def test_pending_tokens_share_their_values_with_the_window():
 @pytest.mark.parametrize("form", ["row", "padded", "packed"])
 def test_hidden_windows_stay_for_tokens_that_delayed_latents_have_nothing_for(delayed, form):
     """Of every sequence: the first W tokens are the window's, and the others the latents'."""
-    from latte.train.converted import attention_layers
+    from latte.lab.train.conversion_trainer import attention_layers
     from tests.conversion.bases import WINDOW
 
     model = converted("llama", delay_latents=delayed, num_sinks=2, converted_layers=(0,))

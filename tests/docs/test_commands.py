@@ -14,9 +14,9 @@ import torch
 import yaml
 
 from latte.cli.parser import build_parser, parse
+from latte.lab.train.recipe import load_recipe
+from latte.lab.train.stages import load_conversion_recipe
 from latte.models.registry import other_models, preset_names
-from latte.train.convert import load_conversion_recipe
-from latte.train.recipe import load_recipe
 
 
 def make_targets(root):
@@ -101,7 +101,7 @@ def test_commands_in_sentences(document, root):
         ["latte", "train", "recipes/demo.yaml", "training.max_step=3"],
         ["latte", "evaluate", "runs/x", "--length", "3"],
         ["make", "everything"],
-        ["python", "docs/figures/none.py"],
+        ["python", "experiments/figures/none.py"],
     ],
 )
 def test_a_wrong_command_would_be_found(words, root):

@@ -8,7 +8,7 @@ import re
 import pytest
 
 # Folders beside the package whose files documents name.
-ELSEWHERE = ("benchmarks", "docs", "examples", "integrations", "replication", "src", "tests")
+ELSEWHERE = ("docs", "examples", "experiments", "integrations", "src", "tests")
 
 
 def slugs(text):
@@ -108,14 +108,14 @@ def test_nothing_is_left_open(document):
 
 def test_the_place_for_results_is_there(read):
     readme = read("README.md").text
-    results = "".join(read(f"docs/results/{name}.md").text for name in ("cpu", "language"))
+    results = "".join(read(f"experiments/results/{name}.md").text for name in ("cpu", "language"))
     assert readme.count("<!-- results -->") == readme.count("<!-- /results -->") == 1
     assert results.count("<!-- results: ") == results.count("<!-- /results -->") >= 5
 
 
 def test_the_paper_s_items_have_sections_and_commands(read):
     """Every row of the overview leads to a section that runs, or says what it needs."""
-    results = read("docs/results.md")
+    results = read("experiments/results/README.md")
     rows = next(table for table in results.tables() if "ours" in table[0])
     assert [row["paper"] for row in rows][:2] == ["Table 1", "Table 2"] and len(rows) >= 10
     sections = {slug: part for part in results.text.split("\n## ") for slug in slugs(f"## {part}")}
@@ -128,12 +128,12 @@ def test_the_paper_s_items_have_sections_and_commands(read):
 
 def test_the_log_is_a_file_a_month_with_wrapped_lines(read, root):
     """Tables and links may be longer; every month is listed, and every entry has a day of it."""
-    index = read("docs/log.md").text
-    months = sorted(path.stem for path in (root / "docs/log").glob("*.md"))
+    index = read("experiments/logs/README.md").text
+    months = sorted(path.stem for path in (root / "experiments/logs").glob("*.md"))
     assert months and all(f"(log/{month}.md)" in index for month in months)
     assert not re.search(r"^## ", index, re.M), "new entries belong into the month's file"
     for month in months:
-        prose = read(f"docs/log/{month}.md").prose
+        prose = read(f"experiments/logs/{month}.md").prose
         days = re.findall(r"^## (.*)$", prose, re.M)
         assert days == sorted(days, reverse=True) and all(day.startswith(month) for day in days)
         lines = [re.sub(r"\]\([^)]*\)|`[^`]*`", "", line) for line in prose.splitlines()]

@@ -7,15 +7,15 @@ from collections import defaultdict
 
 import pytest
 
-PAGES = ("docs/results.md", "docs/results/books.md", "docs/results/shakespeare.md", "docs/lra.md",
-         "docs/mqar.md")  # fmt: skip
+NAMES = ("README", "books", "shakespeare", "lra", "mqar")
+PAGES = [f"experiments/results/{name}.md" for name in NAMES]
 MEASURED = ("loss", "perplexity", "test_accuracy", "validation_accuracy", "accuracy", "loss_at_64",
             "loss_at_256")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def script(script_of):
-    return script_of("docs/figures/means.py")
+    return script_of("experiments/figures/means.py")
 
 
 @pytest.fixture(scope="module")

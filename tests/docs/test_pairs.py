@@ -31,13 +31,13 @@ PAST_PARTS = {
 
 @pytest.fixture
 def script(script_of):
-    return script_of("docs/figures/pairs.py")
+    return script_of("experiments/figures/pairs.py")
 
 
 @pytest.fixture
 def pairs(root):
     """The rows of pairs.csv by table, left model, right model and part."""
-    with open(root / "docs/figures/pairs.csv", newline="", encoding="utf-8") as file:
+    with open(root / "experiments/figures/pairs.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return {(row["table"], row["left"], row["right"], row["part"]): row for row in rows}
 
@@ -69,7 +69,7 @@ def test_a_pair_is_seen_over_the_seeds_that_both_have(script):
 
 
 def test_where_the_past_matters(read, pairs):
-    tables = table_with(read("docs/results/books.md"), "control", *PAST_PARTS)
+    tables = table_with(read("experiments/results/books.md"), "control", *PAST_PARTS)
     names = ("past", "past, equal parameters", "past, recurrence", "past, hybrid", "past, on a GPU")
     for name, table in zip(names, tables, strict=True):
         expected = [key for key in pairs if key[0] == name]
@@ -82,7 +82,7 @@ def test_where_the_past_matters(read, pairs):
 
 
 def test_the_claims_of_table_1(read, pairs):
-    (table,) = table_with(read("docs/results.md"), "claimed, at 256")
+    (table,) = table_with(read("experiments/results/README.md"), "claimed, at 256")
     assert len(table) == sum(key[0] == "claims" for key in pairs)
     for line in table:
         left, right = re.findall(r"`([^`]+)`", line["claimed, at 256"])
@@ -94,7 +94,9 @@ def test_the_claims_of_table_1(read, pairs):
 
 
 def test_the_claims_of_long_range_arena(read, pairs):
-    tables = table_with(read("docs/lra.md"), "claimed, test accuracy, paired by seed")
+    tables = table_with(
+        read("experiments/results/lra.md"), "claimed, test accuracy, paired by seed"
+    )
     for task, table in zip(("listops", "text"), tables, strict=True):
         for line in table:
             left, right = re.findall(r"`([^`]+)`", line["claimed, test accuracy, paired by seed"])
@@ -105,7 +107,9 @@ def test_the_claims_of_long_range_arena(read, pairs):
 
 
 def test_other_models_on_listops(read, pairs):
-    (table,) = table_with(read("docs/lra.md"), "model", "minus `latte++`", "minus `latte-r++`")
+    (table,) = table_with(
+        read("experiments/results/lra.md"), "model", "minus `latte++`", "minus `latte-r++`"
+    )
     name = "listops, other models"
     assert 2 * len(table) == sum(key[0] == name for key in pairs)
     for line in table:

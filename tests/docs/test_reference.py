@@ -14,7 +14,7 @@ import pytest
 import latte
 from latte.conversion.config import CONFIGS
 from latte.conversion.modeling import FAMILIES
-from latte.latent_fields import LatentFields
+from latte.layers.latent_fields import LatentFields
 from latte.models import PRESETS, SIZES, LatteConfig, count_parameters, preset_config
 from latte.ops.backend import BACKENDS
 
@@ -24,7 +24,7 @@ PAGES = {
     "latte.layers": "docs/reference/layers.md",
     "latte.models": "docs/reference/models.md",
     "latte.conversion": "docs/reference/conversion.md",
-    "latte.data": "docs/reference/data.md",
+    "latte.lab.data": "docs/reference/data.md",
     "latte.parallel": "docs/context-parallel.md",
 }
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}

@@ -6,9 +6,9 @@ import pytest
 from transformers import set_seed
 
 from examples import base_chats
-from latte.data import PackedBlocks
-from latte.data.preparing import DataSection, prepare_text
-from latte.data.tokenizers import byte_tokenizer
+from latte.lab.data import PackedBlocks
+from latte.lab.data.preparing import DataSection, prepare_text
+from latte.lab.data.tokenizers import byte_tokenizer
 from latte.models import LatteForCausalLM, preset_config
 
 TEMPLATE = (

@@ -11,8 +11,8 @@ import pytest
 
 from examples import demo as demo_module
 from examples.demo import compression_baselines, demo, main
-from latte.data.preparing import prepare_text
 from latte.errors import LatteError
+from latte.lab.data.preparing import prepare_text
 
 DEMO_RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 

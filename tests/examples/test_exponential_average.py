@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from latte.evaluate.checkpoint import load_checkpoint
+from latte.lab.evaluate.checkpoint import load_checkpoint
+from latte.lab.train.recipe import load_recipe
+from latte.lab.train.run import train
 from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.models.registry import load_plugin
-from latte.train.recipe import load_recipe
-from latte.train.run import train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}

@@ -13,8 +13,8 @@ import pytest
 
 from examples import real_base
 from examples.real_base import BASES, beside, main
+from latte.conversion.gguf import TRANSFORMERS
 from latte.errors import LatteError
-from latte.gguf import TRANSFORMERS
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")
 pytest.importorskip("peft", reason="the recipes train low-rank updates, which need peft")

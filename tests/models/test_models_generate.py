@@ -118,7 +118,7 @@ def test_continuous_batching_is_refused(build, tokens):
 
 
 def test_stop_strings_and_their_tokenizer(build, tokens, generate):
-    from latte.data.tokenizers import byte_tokenizer
+    from latte.lab.data.tokenizers import byte_tokenizer
 
     model, ids = build("latte-r-swa++"), tokens(1, 6)
     first = int(generate(model, ids)[0, 6])

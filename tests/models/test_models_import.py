@@ -98,7 +98,7 @@ def test_lazy_names():
         latte.espresso  # noqa: B018
 
 
-@pytest.mark.parametrize("package", ["latte", "latte.models", "latte.data", "latte.conversion"])
+@pytest.mark.parametrize("package", ["latte", "latte.models", "latte.lab.data", "latte.conversion"])
 def test_lazy_names_are_those_that_type_checkers_see(package):
     """A name is looked for in one module after the other: the first that has it is its own."""
     home = importlib.import_module(package)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from latte.layers import Clock, LatteAttention, LatteMacchiato, StepState
+from latte.layers import LatteAttention, LatteMacchiato, StepContext, StepState
 from latte.models import PRESETS, LatteCache, LatteForCausalLM, preset_config
 from latte.models.inputs import DecoderInputs
 from latte.ops import cpp_backend, use_backend
@@ -57,14 +57,14 @@ def test_mixers_and_blocks_step_by_themselves(build, preset):
         states = []
         for state in (block.mixer(x[:, :5], output_final_state=True)[1],
                       block(x[:, :5], output_final_state=True)[1]):  # fmt: skip
-            clock = Clock(state.position.clone(), torch.zeros((), dtype=torch.long))
-            clock.length = None if room is None else 5
-            states.append(StepState.of(state, clock, room=room, masked=False))
+            step_context = StepContext(state.position.clone(), torch.zeros((), dtype=torch.long))
+            step_context.length = None if room is None else 5
+            states.append(StepState.of(state, step_context, room=room, masked=False))
         for t in range(5, 9):
             found = block.mixer.step(x[:, t], states[0]), block.step(x[:, t], states[1])
             torch.testing.assert_close(found, (mixed[:, t], hidden[:, t]), **TOLERANCE)
             for state in states:
-                state.clock.advance()
+                state.step_context.advance()
 
 
 def test_a_step_says_what_it_expects(build):
@@ -72,8 +72,8 @@ def test_a_step_says_what_it_expects(build):
     mixer, x = model.layers[0].mixer, torch.randn(2, 5, 16, dtype=torch.float64)
     with torch.no_grad():
         state = mixer(x, output_final_state=True)[1]
-        clock = Clock(state.position, torch.zeros((), dtype=torch.long))
-        buffers = StepState.of(state, clock, room=None, masked=False)
+        step_context = StepContext(state.position, torch.zeros((), dtype=torch.long))
+        buffers = StepState.of(state, step_context, room=None, masked=False)
         with pytest.raises(
             ValueError, match=r"LatteMacchiato.step: expected x \(B, E\).*got.*5, 16"
         ):

@@ -14,8 +14,8 @@ Shape suffixes: B batch, T tokens, H query heads, G key/value heads, L latents p
 width, D value width, W window, n sinks, E channels, C taps, N states.
 
 A group is an op and a dtype, ``latte:bfloat16``, or ``huge``: more than 2^31 elements. Without
-groups all of them run, one after another; ``benchmarks/gpu_check.py`` starts each in a process of
-its own.
+groups all of them run, one after another; ``experiments/benchmarks/gpu_check.py`` starts each in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_common import Place, forget, options, place, reason, stop_if_broken
-from benchmarks.records import read_rows, say
+from experiments.benchmarks.gpu_common import Place, forget, options, place, reason, stop_if_broken
+from experiments.benchmarks.records import read_rows, say
 from tests.ops.opdb import OPS, VALUES, Bench, Failed, leaves, lift, map_state
 from tests.ops.opdb import judge as judge_all
 

@@ -10,7 +10,7 @@ import torch
 from latte.ops import LatteState, cpp_backend, reference, use_backend
 from latte.ops.step import (
     Ring,
-    Sinks,
+    StepSinks,
     conv_step,
     latte_step,
     linear_step,
@@ -238,7 +238,7 @@ def test_sinks_and_delayed_latents(dtype, masked, scale, window, softcap, n, del
     own = {"pending": pending, "joint": joint}
 
     def both(t, *x, real):
-        slot, sinks = torch.tensor([t % window]), [Sinks(*xs, position, table) for xs in held]
+        slot, sinks = torch.tensor([t % window]), [StepSinks(*xs, position, table) for xs in held]
         sinks = sinks if n else [None, None]
         y = macchiato_step(*x, *state, ring, slot, real, **options, sinks=sinks[0], **own)
         near = window_step(*x[2:], alone, slot, real, **options, sinks=sinks[1])

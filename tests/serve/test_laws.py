@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from latte.serve.prefix_cache import StateStore
 from latte.serve.reading import Reader
 from latte.serve.rows import joined
-from latte.serve.states import StateStore
 from tests.models.modeldb import ROWS, VOCABULARY
 
 PIECE = 8

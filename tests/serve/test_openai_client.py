@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from latte.data.tokenizers import byte_tokenizer
+from latte.lab.data.tokenizers import byte_tokenizer
 from latte.models import LatteForCausalLM, preset_config
 from latte.serve import handlers, requests
 from tests.serve.test_server import Client, openai

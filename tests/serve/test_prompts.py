@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from latte.data.tokenizers import byte_tokenizer
+from latte.lab.data.tokenizers import byte_tokenizer
 from latte.serve.prompts import LARGE, LONG, Prompts, Splits
 from latte.serve.requests import BadRequest
 

@@ -22,9 +22,9 @@ from transformers import CompileConfig, set_seed
 
 from latte.cli import main
 from latte.cli.parser import size
-from latte.data.tokenizers import byte_tokenizer
-from latte.evaluate.checkpoint import load_checkpoint
-from latte.evaluate.generate import generate
+from latte.lab.data.tokenizers import byte_tokenizer
+from latte.lab.evaluate.checkpoint import load_checkpoint
+from latte.lab.evaluate.generate import generate
 from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.serve import server
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from latte.data.tokenizers import byte_tokenizer
+from latte.lab.data.tokenizers import byte_tokenizer
 from latte.serve.sampling import TokenScore
 from latte.serve.writing import Words, Writer
 from tests.serve.test_openai_client import bpe

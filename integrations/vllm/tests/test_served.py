@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, set_seed
 
-from latte.data.tokenizers import byte_tokenizer
+from latte.lab.data.tokenizers import byte_tokenizer
 from latte.models import (
     LatteCache,
     LatteForCausalLM,

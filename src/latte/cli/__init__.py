@@ -10,13 +10,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from latte.errors import exit_code
+from latte.lab.command_line import exit_code
 
 
 def run(options: Namespace) -> int:
     """Do what the options say, with the code that they name."""
     if plugins := getattr(options, "plugins", None):
-        from latte.train.recipe import import_plugins
+        from latte.lab.train.recipe import import_plugins
 
         import_plugins(plugins)
     code: int = options.run(options)
@@ -26,7 +26,7 @@ def run(options: Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     from latte.cli.parser import parse
-    from latte.memory import keep_memory
+    from latte.lab.malloc import keep_memory
 
     options = parse(arguments)
     keep_memory()

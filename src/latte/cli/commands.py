@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from latte.errors import LatteError
-from latte.latent_fields import ConversionOptions, flag, options_of
-from latte.processes import is_first_process
+from latte.layers.latent_fields import ConversionOptions, flag, options_of
+from latte.ops.processes import is_first_process
 
 
 def train(options: Namespace) -> int:
     """latte train RECIPE [key=value ...]"""
-    from latte.train.recipe import load_recipe
+    from latte.lab.train.recipe import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)  # checked before torch is imported
-    from latte.train.run import train as run
+    from latte.lab.train.run import train as run
 
     run(recipe, quiet=options.quiet)
     return 0
@@ -30,7 +30,7 @@ def evaluate(options: Namespace) -> int:
     at_least_one(options, "segment", "batch_tokens", "max_tokens", "context_parallel")
     if options.tasks is not None and options.context_parallel > 1:
         raise LatteError("--context-parallel goes with held-out text, not with --tasks")
-    from latte.evaluate.evaluation import Evaluation
+    from latte.lab.evaluate.evaluation import Evaluation
 
     shared = picked(options, "mixing", "device", "output", "force")
     evaluation = Evaluation.of(options.checkpoint, **shared)
@@ -48,12 +48,12 @@ def evaluate(options: Namespace) -> int:
 
 def generate(options: Namespace) -> int:
     """latte generate CHECKPOINT --prompt ..."""
-    from latte.data.files import first_document
-    from latte.data.tokenizers import document_ends
-    from latte.evaluate.checkpoint import load_checkpoint
-    from latte.evaluate.generate import check_sampling
-    from latte.evaluate.generate import generate as run
-    from latte.results import check_new_file
+    from latte.lab.data.files import first_document
+    from latte.lab.data.tokenizers import document_ends
+    from latte.lab.evaluate.checkpoint import load_checkpoint
+    from latte.lab.evaluate.generate import check_sampling
+    from latte.lab.evaluate.generate import generate as run
+    from latte.models.atomic_files import check_new_file
 
     sampling = picked(options, "max_new_tokens", "temperature", "top_k", "top_p", "seed")
     check_sampling(**sampling, reads=options.save_state is not None)
@@ -69,10 +69,10 @@ def generate(options: Namespace) -> int:
 
 def chat(options: Namespace) -> int:
     """latte chat CHECKPOINT"""
-    from latte.data.files import first_document
-    from latte.evaluate.chat import Chat, converse
-    from latte.evaluate.checkpoint import load_checkpoint
-    from latte.evaluate.generate import check_sampling
+    from latte.lab.data.files import first_document
+    from latte.lab.evaluate.chat import Chat, converse
+    from latte.lab.evaluate.checkpoint import load_checkpoint
+    from latte.lab.evaluate.generate import check_sampling
 
     sampling = picked(options, "max_new_tokens", "temperature", "top_k", "top_p", "seed")
     check_sampling(**sampling)
@@ -107,7 +107,7 @@ def serve(options: Namespace) -> int:
 
 def compare(options: Namespace) -> int:
     """latte compare RECIPE [--presets a,b,c] [--seeds 0,1,2]"""
-    from latte.train.recipe import load_recipe
+    from latte.lab.train.recipe import load_recipe
 
     at_least_one(options, "max_tokens")
     recipe = load_recipe(options.recipe, options.overrides)
@@ -124,7 +124,7 @@ def compare(options: Namespace) -> int:
         for name in ("baseline", "report", "dry_run"):
             if getattr(options, name) not in (None, False):
                 raise LatteError(f"--{name.replace('_', '-')} is for several --seeds; name them")
-    from latte.compare.compare import Comparison
+    from latte.lab.compare.compare import Comparison
 
     grid = Comparison(recipe, quiet=options.quiet)
     if options.dry_run:
@@ -158,12 +158,12 @@ def convert(options: Namespace) -> int:
                 f"with --recipe the model's shape is the recipe's: expected conversion.KEY=VALUE,"
                 f" got {flags[next(iter(given))]}"
             )
-        from latte.train.convert import convert_and_train, load_conversion_recipe
+        from latte.lab.train.stages import convert_and_train, load_conversion_recipe
 
         recipe = load_conversion_recipe(options.recipe, options.overrides)
         folder = convert_and_train(options.base, options.output, recipe, quiet=options.quiet)
         if is_first_process():  # the other processes have nothing left to do
-            from latte.evaluate.lengths import report
+            from latte.lab.evaluate.lengths import report
 
             report(options.base, folder, recipe, quiet=options.quiet)
             print(f"finished: {folder} holds the model (try: latte generate {folder})")
@@ -176,7 +176,7 @@ def convert(options: Namespace) -> int:
     from latte.conversion import apply_latents
     from latte.conversion import convert as run
     from latte.conversion.pretrained import summary
-    from latte.progress import progress
+    from latte.lab.progress import progress
 
     with progress(0, "layer", shown=not options.quiet, label="converting", bar=False):
         if options.trained is None:
@@ -197,7 +197,7 @@ def convert(options: Namespace) -> int:
 
 def inspect(options: Namespace) -> int:
     """latte inspect CHECKPOINT --text ..."""
-    from latte.inspect.report import inspect_checkpoint
+    from latte.lab.inspect.report import inspect_checkpoint
 
     shown = picked(options, "layers", "tokens", "statistics_tokens", "at")
     where = picked(options, "device", "output", "force")
@@ -207,8 +207,8 @@ def inspect(options: Namespace) -> int:
 
 def benchmark(options: Namespace) -> int:
     """latte benchmark ..."""
-    from latte.evaluate.benchmark import Settings
-    from latte.evaluate.benchmark import benchmark as run
+    from latte.lab.evaluate.benchmark import Settings
+    from latte.lab.evaluate.benchmark import benchmark as run
 
     given = {k: v for k, v in vars(options).items() if k in Settings.__dataclass_fields__}
     for name in ("ops", "models", "modes", "lengths"):
@@ -225,7 +225,7 @@ def doctor(options: Namespace) -> int:
     """latte doctor [--json]"""
     import json
 
-    from latte.doctor import report, required_kernels, text
+    from latte.lab.doctor import report, required_kernels, text
 
     found = report()
     print(json.dumps(found, indent=2) if options.json else text(found))

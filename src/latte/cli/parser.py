@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
+from latte import __version__
 from latte.cli import commands
-from latte.errors import OneLineParser
-from latte.latent_fields import ConversionOptions, default_in_words, flag, options_of
-from latte.version import __version__
+from latte.lab.command_line import OneLineParser
+from latte.layers.latent_fields import ConversionOptions, default_in_words, flag, options_of
 
 RUN = "a folder written by latte train or save_pretrained, or a GGUF file"
 DEVICE = "such as cpu or cuda; a GPU if there is one"

@@ -130,8 +130,9 @@ class MacchiatoAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """The base's forward, with ``tokens`` instead of its mask, and with a LatteCache.
 
-        With a ``teacher`` (:class:`latte.conversion.transfer.Teacher`) the output is that of the
-        base's own attention. If this layer is converted, the teacher measures its error.
+        With a ``teacher`` (:class:`latte.conversion.attention_distillation.Teacher`) the output is
+        that of the base's own attention. If this layer is converted, the teacher measures its
+        error.
         """
         cache = one_cache(past_key_values, cache)
         carry = cache is not None and teacher is None
@@ -169,7 +170,7 @@ class MacchiatoAttention(nn.Module):
     def _step(self, x_BE: Tensor, state: StepState, rotations: Rotations) -> Tensor:
         """The output of the heads, (B, H, K), for one token per row. Overwrites the state."""
         # For one token every Python call takes a noticeable time, and module attributes are slow.
-        parts, B, plan = self._modules, x_BE.shape[0], state.clock.plan
+        parts, B, plan = self._modules, x_BE.shape[0], state.step_context.plan
         maps: Any = parts["q_proj"], parts["k_proj"], parts["v_proj"]
         q, k, v = (x.view(B, -1, self.head_dim) for x in plan.linear_maps(x_BE, *maps))
         if "q_norm" in parts:

@@ -14,7 +14,7 @@ import transformers
 from huggingface_hub.dataclasses import strict
 
 from latte.conversion.bases import BASES
-from latte.latent_fields import ConvertedFields, check_one, option, options_of, window_option
+from latte.layers.latent_fields import ConvertedFields, check_one, option, options_of, window_option
 from latte.models.config import one_line_errors
 
 Mixing = Literal["learned", "window", "latents", "base"]

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.conversion.attention import MacchiatoAttention, Projections
-from latte.conversion.transfer import (
+from latte.conversion.attention_distillation import (
     SAMPLE_EVERY,
     Watcher,
     base_output,
@@ -43,8 +43,8 @@ from latte.conversion.transfer import (
     watch,
 )
 from latte.errors import LatteError
-from latte.hub import quiet_transformers
 from latte.layers.state import Piece
+from latte.models.hub import quiet_transformers
 
 SHARPNESS = 4.0  # beta: logit of a query of mean length in the direction of a cluster
 CLUSTER_STEPS = 15

@@ -18,10 +18,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from latte.conversion import step
 from latte.conversion.attention import MacchiatoAttention, Tokens
+from latte.conversion.attention_distillation import HOOKS, hook_layer
 from latte.conversion.bases import BASES
 from latte.conversion.config import CONFIGS
 from latte.conversion.step import Table
-from latte.conversion.transfer import HOOKS, hook_layer
 from latte.errors import LatteError
 from latte.layers import MixerState, RMSNorm
 from latte.layers.plan import StepPlan
@@ -191,7 +191,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         if inputs.buffers is None:
             raise ValueError("step: expected inputs with the buffers of a step, got none")
         model: Any = self
-        x_BE, plan = inputs.x_BTE[:, 0], inputs.buffers[0].clock.plan
+        x_BE, plan = inputs.x_BTE[:, 0], inputs.buffers[0].step_context.plan
         rotations = step.rotations_of(model, x_BE, inputs.positions())
         layers = plan.layers or self.make_step_plan().layers
         layers = layers[: model.config.num_hidden_layers]

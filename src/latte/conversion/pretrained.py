@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from latte.conversion.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
 from latte.errors import LatteError, check_seed, one_line, why_not_written
-from latte.gguf import gguf_at, gguf_config, gguf_model, gguf_tokenizer, open_gguf
-from latte.hub import (
+from latte.layers.latent_fields import INITIAL, LATENTS_PER_HEAD, ConversionOptions, name_options
+from latte.models.atomic_files import check_writable, staged_beside
+from latte.models.hub import (
     check_files,
     check_no_code,
     config_errors,
@@ -21,9 +23,7 @@ from latte.hub import (
     reason,
     unreachable,
 )
-from latte.latent_fields import INITIAL, LATENTS_PER_HEAD, ConversionOptions, name_options
 from latte.models.parameters import number_of_parameters
-from latte.results import check_writable, staged_beside
 
 MULTIMODAL = ("gemma3",)
 WEIGHTS = ("*.safetensors", "*.bin", "config.json")
@@ -56,7 +56,7 @@ def convert(
         seed: Seed of the new weights.
         dtype: Dtype of the base's weights. ``auto`` keeps the checkpoint's, and is bf16 for a
             quantised GGUF file. The new weights are fp32 (fp64 if the base is).
-        **options: Options of :class:`latte.latent_fields.ConversionOptions`:
+        **options: Options of :class:`latte.layers.latent_fields.ConversionOptions`:
 
     Returns:
         The converted model, in evaluation mode.

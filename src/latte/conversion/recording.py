@@ -3,8 +3,9 @@
 The base runs once over a few rows of text. The inputs of each converted layer are written to one
 file per row (:func:`record`), in half precision. Each layer is then fitted alone
 (:class:`LayerFit`): its targets are computed from its own input, without the base and without
-other layers. The loss is that of :mod:`latte.conversion.transfer`. Queries, keys, values and the
-window's output do not change while the latents are fitted, so they are computed once per row.
+other layers. The loss is that of :mod:`latte.conversion.attention_distillation`. Queries, keys,
+values and the window's output do not change while the latents are fitted, so they are computed once
+per row.
 
 Shape suffixes: B batch, T tokens, E hidden size, H query heads, G key/value heads, K head width, S
 sampled tokens.
@@ -24,9 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from latte.conversion.attention import MacchiatoAttention, Projections, Tokens, with_mass
-from latte.conversion.sources import late_latents
-from latte.conversion.step import rotary_tables
-from latte.conversion.transfer import (
+from latte.conversion.attention_distillation import (
     SAMPLE_EVERY,
     Watcher,
     base_output,
@@ -35,6 +34,8 @@ from latte.conversion.transfer import (
     sampled_masses,
     watch,
 )
+from latte.conversion.sources import late_latents
+from latte.conversion.step import rotary_tables
 from latte.layers.latent_input import window_odds
 from latte.layers.state import Piece
 
@@ -52,7 +53,7 @@ class Recorder(Watcher):
 
 
 def record(
-    model: Any, rows: Iterable[Tensor], folder: Path, told: Callable[[int], None] = lambda _: None
+    model: Any, rows: Iterable[Tensor], folder: Path, on_row: Callable[[int], None] = lambda _: None
 ) -> list[Path]:
     """Run the base over rows of tokens. Write one file per row, of bf16 tensors named by layer.
 
@@ -78,7 +79,7 @@ def record(
             save_file(half, part)
             part.rename(file)
         files.append(file)
-        told(number + 1)
+        on_row(number + 1)
     return files
 
 

@@ -65,11 +65,11 @@ def late_latents(
     """The latents alone, (B, T, H, D). They read ``window`` tokens late, or at once if None."""
     latent_q, latent_k = logits.latent_q, logits.latent_k
     assert latent_q is not None and latent_k is not None
-    keys, values, told, pending = latent_k, v_BTGD, piece, None
+    keys, values, shifted, pending = latent_k, v_BTGD, piece, None
     if window is not None:
         sequences, before = Sequences(piece.key_mask, piece.cu_seqlens), piece.state.pending
         late = LateSources.of(latent_k, v_BTGD, window, sequences, before, None)
-        keys, values, told = late.keys, late.values, piece._replace(key_mask=late.mask)
+        keys, values, shifted = late.keys, late.values, piece._replace(key_mask=late.mask)
         if piece.output_final_state:
             # A window of W + 1 keeps the W tokens before the next token.
             pending = final_window_state(latent_k, v_BTGD, window + 1, *sequences[:2], before)
@@ -79,6 +79,6 @@ def late_latents(
         values,
         initial_state=piece.state.latent,
         log_decay=log_decay,
-        **told.sequences,
+        **shifted.sequences,
     )
     return out, MixerState(latent=latent, pending=pending)

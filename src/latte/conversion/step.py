@@ -21,7 +21,7 @@ from latte.conversion.bases import BASES
 from latte.layers.native import ACTIVATIONS, GATED, NORMS, READ, NormKind
 from latte.layers.parts import Rotary, of_single_tokens
 from latte.layers.plan import LayerParts
-from latte.ops import dense
+from latte.ops import decoding
 from latte.ops.tensors import computation_dtype
 from latte.ops.widened import widened
 
@@ -53,8 +53,8 @@ NORMS |= {
 }
 GATED |= dict.fromkeys(_of_bases("MLP").values())
 ACTIVATIONS |= {
-    type(ACT2FN["silu"]): dense.swiglu,
-    type(ACT2FN["gelu_pytorch_tanh"]): dense.geglu,
+    type(ACT2FN["silu"]): decoding.swiglu,
+    type(ACT2FN["gelu_pytorch_tanh"]): decoding.geglu,
 }
 READ |= dict.fromkeys(_of_bases("RMSNorm").values(), ("weight",))
 READ |= dict.fromkeys((*_of_bases("MLP").values(), *ACTIVATIONS), ())
@@ -130,7 +130,7 @@ class Head(nn.Linear):
     """A language model's head. A single token reads its weight, often the largest, only once."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None and dense.serves(x) and dense.fits(x, self.weight):
-            return dense.linear_maps(x, self.weight)[0]
+        if self.bias is None and decoding.serves(x) and decoding.fits(x, self.weight):
+            return decoding.linear_maps(x, self.weight)[0]
         with widened(x):
             return super().forward(x)

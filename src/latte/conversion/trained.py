@@ -27,10 +27,10 @@ from latte.conversion.pretrained import (
     save,
 )
 from latte.errors import LatteError
+from latte.models.atomic_files import check_new_file
 from latte.models.state_file import weight_sample
 from latte.models.tensor_file import check_finite, damaged, read_tensors, write_tensors
 from latte.ops.tensors import computation_dtype
-from latte.results import check_new_file
 
 KIND = "latents"
 # Fields that say how a model is used or where it comes from, not which weights it has.

@@ -197,11 +197,11 @@ class LinearAttention(Mixer):
         assert state.linear is not None
         phi, wide = FEATURE_MAPS[self.feature_map], state.linear.memory.dtype
         heads = (len(x_BE), self.num_heads, -1)
-        q, k, v = state.clock.plan.linear_maps(x_BE, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = state.step_context.plan.linear_maps(x_BE, self.q_proj, self.k_proj, self.v_proj)
         q, k = (phi(in_dtype(x, wide).view(heads)) for x in (q, k))
         v = v.view(len(x_BE), self.num_key_value_heads, -1)
         wide_v = in_dtype(v, wide).repeat_interleave(self.num_heads // v.shape[1], 1)
-        return in_dtype(linear_step(q, k, wide_v, *state.linear, state.clock.real), v.dtype)
+        return in_dtype(linear_step(q, k, wide_v, *state.linear, state.step_context.real), v.dtype)
 
     def _weights(self, projected: Projected, piece: Piece) -> Tensor:
         """The weights from the positive features; there is no softmax."""

@@ -121,7 +121,7 @@ class GatedMacchiato(LatteMacchiato):
         local, rotary = super()._local_step(x_BE, state, rotary)
         assert state.short_conv is not None
         given_BC = torch.cat([part.flatten(1) for part in local], -1)
-        mixed_BC = F.silu(self.short_conv.step(given_BC, state.short_conv, state.clock.real))
+        mixed_BC = F.silu(self.short_conv.step(given_BC, state.short_conv, state.step_context.real))
         parts = mixed_BC.split([part[0].numel() for part in local], -1)
         q, k, v = (flat.reshape(part.shape) for flat, part in zip(parts, local, strict=True))
         return (q, k, v), rotary

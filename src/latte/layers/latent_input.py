@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.latent_fields import (
+from latte.layers.checks import check_choice, check_multiple
+from latte.layers.latent_fields import (
     FORGETTING,
     LATENT_INPUTS,
     LatentFields,
     check_half_lives,
     check_probability,
 )
-from latte.layers.checks import check_choice, check_multiple
-from latte.layers.parts import CausalConv1d, Drawn, RMSNorm
+from latte.layers.parts import CausalConv1d, InitializedModule, RMSNorm
 from latte.layers.recurrent import DECAY_RANGE, RGLRU, STEP_KINDS
 from latte.layers.state import MixerState, Piece
 from latte.layers.step import StepState
-from latte.ops import dense
+from latte.ops import decoding
 from latte.ops.step import in_dtype
 
 HALF_LIFE_RANGE = LatentFields.half_life_range
@@ -38,7 +38,7 @@ class LatentInputs(NamedTuple):
     after: MixerState = MixerState()
 
 
-class LatentInput(Drawn):
+class LatentInput(InitializedModule):
     """``none``: z = x. ``conv``: z = conv(x). ``rglru``: z = RMSNorm(RG-LRU(x)).
 
     If not causal, one RG-LRU runs in each direction, and their outputs are added before the norm.
@@ -94,7 +94,7 @@ class LatentInput(Drawn):
 
     def step(self, x_BE: Tensor, state: StepState) -> Tensor:
         """z (B, E) of one token per row; the state is written in place."""
-        real = state.clock.real
+        real = state.step_context.real
         if self.kind == "conv":
             assert state.conv is not None
             return self.conv.step(x_BE, state.conv, real)
@@ -104,9 +104,9 @@ class LatentInput(Drawn):
             rglru, norm = parts["rglru"], parts["norm"]
             gates = rglru._modules["recurrence_gate"], rglru._modules["input_gate"]
             modules = (*gates, rglru, norm)
-            weights = state.clock.plan.weights(x_BE, modules, STEP_KINDS, len(x_BE))
+            weights = state.step_context.plan.weights(x_BE, modules, STEP_KINDS, len(x_BE))
             if weights and norm.eps is not None:
-                return dense.rg_lru(x_BE, weights, norm.eps, state.rglru, real)
+                return decoding.rg_lru(x_BE, weights, norm.eps, state.rglru, real)
             return norm(in_dtype(rglru.step(x_BE, state.rglru, real), x_BE.dtype))
         return x_BE
 
@@ -114,7 +114,7 @@ class LatentInput(Drawn):
         return f"kind={self.kind!r}"
 
 
-class LatentLogits(Drawn):
+class LatentLogits(InitializedModule):
     """The query and key logits over the latents of every head, and the latents' log-decay.
 
     The log-decay of a latent at a token is ``g = -softplus(b)`` (static), or ``-softplus(b + w z)``
@@ -235,7 +235,7 @@ class LatentLogits(Drawn):
         heads = (B, self.num_heads, -1)
         gates = [parts["decay_proj"]] if self.forgetting == "gated" else []
         maps = parts["q_proj"], parts["k_proj"], *gates
-        q_BX, k_BX, *gate = state.clock.plan.linear_maps(z, *maps)
+        q_BX, k_BX, *gate = state.step_context.plan.linear_maps(z, *maps)
         q_BHL, k_BHL = q_BX.view(heads), k_BX.view(heads)
         if self.window_probability is not None:
             q_BHL.select(-1, 0).add_(self.window_bias)

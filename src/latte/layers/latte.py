@@ -94,10 +94,10 @@ class LatteAttention(Mixer):
         return out, MixerState(latent=latent)
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        latent, real = state.latent, state.clock.real
+        latent, real = state.latent, state.step_context.real
         assert latent is not None
         q, k, log_decay = self.latents.step(x_BE, state)
-        v = state.clock.plan.linear_maps(x_BE, self.v_proj)[0]
+        v = state.step_context.plan.linear_maps(x_BE, self.v_proj)[0]
         v = v.view(len(x_BE), self.num_key_value_heads, -1)
         return latte_step(q, k, v, latent.log_mass, latent.mean, real, log_decay=log_decay)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from latte.layers.checks import check_input, check_multiple, check_positive
 from latte.layers.parts import (
-    Drawn,
+    InitializedModule,
     Rotary,
     RotaryEmbedding,
     apply_rotary,
@@ -69,7 +69,7 @@ class Projected(NamedTuple):
     extra: Any = None
 
 
-class Mixer(Drawn):
+class Mixer(InitializedModule):
     """Base of the layers that mix tokens: ``forward(x, ...) -> (out, state)``.
 
     A mixer defines :meth:`_project` and :meth:`_attend`, and sets the class attributes below. It
@@ -216,7 +216,7 @@ class Mixer(Drawn):
                 f"{'with' if torch.is_grad_enabled() else 'without'} gradients"
             )
         out_BHD = self._step(x_BE, state, rotary)
-        return state.clock.plan.linear_maps(out_BHD.view(len(x_BE), -1), self.o_proj)[0]
+        return state.step_context.plan.linear_maps(out_BHD.view(len(x_BE), -1), self.o_proj)[0]
 
     def rollback(self, state: MixerState, tokens: int) -> MixerState:
         """The state ``tokens`` tokens earlier, which goes on recording.
@@ -417,10 +417,10 @@ class Mixer(Drawn):
         B, H, G = len(x_BE), self.num_heads, self.num_key_value_heads
         parts: Any = self._modules
         maps = parts["q_proj"], parts["k_proj"], parts["v_proj"]
-        q, k, v = state.clock.plan.linear_maps(x_BE, *maps)
+        q, k, v = state.step_context.plan.linear_maps(x_BE, *maps)
         local = q.view(B, H, -1), k.view(B, G, -1), v.view(B, G, -1)
         if self.rotary is not None and rotary is None:
-            rotary = of_single_tokens(self.rotary(state.clock.position[:, None], q.dtype))
+            rotary = of_single_tokens(self.rotary(state.step_context.position[:, None], q.dtype))
         return local, None if self.rotary is None else rotary
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
 """Native kernels in the place of modules, for a few rows such as single tokens.
 
-A kernel of :mod:`latte.ops.dense` reads the weights of modules, and skips hooks and adapters.
+A kernel of :mod:`latte.ops.decoding` reads the weights of modules, and skips hooks and adapters.
 :func:`native_weights` alone decides whether a kernel may be used.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from latte.ops import dense
+from latte.ops import decoding
 
 # The parameters that kernels read, of each class in whose place they stand.
 READ: dict[type[nn.Module], tuple[str, ...]] = {nn.Linear: ("weight",)}
@@ -43,7 +43,7 @@ def native_weights(
     x: Tensor,
     modules: Iterable[Any],
     kinds: Iterable[type[nn.Module]],
-    most_rows: int = dense.MOST_ROWS,
+    most_rows: int = decoding.MOST_ROWS,
 ) -> list[Tensor]:
     """The parameters that a kernel reads in the place of these modules; empty if they are called.
 
@@ -55,7 +55,7 @@ def native_weights(
         kinds: The class that each module must have exactly, one of :data:`READ`.
         most_rows: Number of rows of x up to which the kernel pays.
     """
-    if not dense.serves(x, most_rows):
+    if not decoding.serves(x, most_rows):
         return []
     weights: list[Any] = []
     for module, kind in zip(modules, kinds, strict=True):
@@ -66,10 +66,10 @@ def native_weights(
             return []
         for name in READ[kind]:
             weights.append(held.get(name))
-    return weights if dense.fits(x, *weights) else []
+    return weights if decoding.fits(x, *weights) else []
 
 
 def linear_maps(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
     """The output of up to three linear maps for x (..., E), in one call if possible."""
     weights = native_weights(x, maps, (nn.Linear,) * len(maps))
-    return dense.linear_maps(x, *weights) if weights else tuple(linear(x) for linear in maps)
+    return decoding.linear_maps(x, *weights) if weights else tuple(linear(x) for linear in maps)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from latte.layers.across import ShardedOps, across
-from latte.layers.again import made_again
 from latte.layers.checks import check_input, check_positive
+from latte.layers.context_parallel import ShardedOps, across
 from latte.layers.native import GATED, NORMS, READ, NormKind, linear_maps, native_weights
-from latte.ops import causal_conv1d, dense, pointwise
+from latte.layers.recomputation import recomputed
+from latte.ops import causal_conv1d, decoding, pointwise
 from latte.ops.step import conv_step
 from latte.ops.tensors import token_positions as token_positions
 
@@ -38,7 +38,7 @@ class RMSNorm(nn.RMSNorm):
 READ[RMSNorm], NORMS[RMSNorm] = ("weight",), NormKind()
 
 
-class Drawn(nn.Module):
+class InitializedModule(nn.Module):
     """A module with initial values of its own, which PyTorch and Transformers both use.
 
     Attributes:
@@ -107,18 +107,18 @@ class SwiGLU(nn.Module):
         maps = parts["gate_proj"], parts["up_proj"]
         weights = native_weights(x_BTE, maps, (nn.Linear, nn.Linear))
         if weights:
-            return linear_maps(dense.swiglu(x_BTE, *weights), parts["down_proj"])[0]
+            return linear_maps(decoding.swiglu(x_BTE, *weights), parts["down_proj"])[0]
         gate, up = self.gate_proj(x_BTE), self.up_proj(x_BTE)
         product = functools.partial(pointwise.silu_product, gate, up)
         inner = product()
-        with made_again((inner, product)):
+        with recomputed((inner, product)):
             return self.down_proj(inner)
 
 
-READ[SwiGLU], GATED[SwiGLU] = (), dense.swiglu
+READ[SwiGLU], GATED[SwiGLU] = (), decoding.swiglu
 
 
-class CausalConv1d(Drawn):
+class CausalConv1d(InitializedModule):
     """``y_t = b + sum_i w_i x_{t-K+1+i}``, i = 0..K-1, per channel, no activation (eq. 18)."""
 
     def __init__(self, hidden_size: int, kernel_size: int = 3) -> None:

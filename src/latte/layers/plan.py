@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from latte.layers.native import ACTIVATIONS, GATED, NORMS, is_hooked, native_weights
-from latte.layers.parts import Drawn
-from latte.ops import dense
+from latte.layers.parts import InitializedModule
+from latte.ops import decoding
 
 
 class LayerParts(NamedTuple):
@@ -53,7 +53,7 @@ def stepped_over(module: nn.Module) -> Iterator[nn.Module]:
     yield module
     names = getattr(module, "stepped", ())
     for name, child in module._modules.items():
-        if child is not None and (name in names or isinstance(child, Drawn)):
+        if child is not None and (name in names or isinstance(child, InitializedModule)):
             yield from stepped_over(child)
 
 
@@ -144,7 +144,7 @@ class StepPlan:
         """The plan of a token, for inputs like x (B, 1, E)."""
         if self._found is None or torch.compiler.is_compiling():
             return UNPLANNED
-        like = x.dtype, dense.serves(x), dense.serves(x, x.numel())
+        like = x.dtype, decoding.serves(x), decoding.serves(x, x.numel())
         if like != self._like:  # other kernels serve
             self._like, self._kept = like, {}
         return self
@@ -163,7 +163,7 @@ class StepPlan:
         x: Tensor,
         modules: tuple[Any, ...],
         kinds: Iterable[type[nn.Module]],
-        most_rows: int = dense.MOST_ROWS,
+        most_rows: int = decoding.MOST_ROWS,
     ) -> list[Tensor]:
         """As :func:`latte.layers.native.native_weights`."""
         found = self._kept.get(modules)
@@ -179,13 +179,13 @@ class StepPlan:
     def linear_maps(self, x: Tensor, *maps: Any) -> tuple[Tensor, ...]:
         """The output of up to three linear maps for x (B, E)."""
         weights = self.weights(x, maps, (nn.Linear,) * len(maps))
-        return dense.linear_maps(x, *weights) if weights else tuple(linear(x) for linear in maps)
+        return decoding.linear_maps(x, *weights) if weights else tuple(linear(x) for linear in maps)
 
     def linear_add(self, x: Tensor, linear: Any, residual: Tensor) -> Tensor:
         """``residual + linear(x)`` for x (B, E)."""
         weights = self.weights(x, (linear,), (nn.Linear,))
         if weights and residual.dtype == x.dtype and residual.is_contiguous():
-            return dense.linear_add(x, weights[0], residual)
+            return decoding.linear_add(x, weights[0], residual)
         return residual + linear(x)
 
     def norm(self, module: Any, x: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class StepPlan:
         asked = self._kept.get((module, x.dtype))
         if asked is None:
             asked = self._keep((module, x.dtype), _norm_arguments(module, x))
-        return dense.rms_norm(x, *asked) if asked else module(x)
+        return decoding.rms_norm(x, *asked) if asked else module(x)
 
     def feed_forward(self, mlp: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``residual + mlp(x)`` for x (B, E), or without a residual."""

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from latte.latent_fields import LatentFields, check_decay_range
-from latte.layers.across import ShardedOps, across
-from latte.layers.again import made_again
 from latte.layers.checks import check_input, check_multiple
+from latte.layers.context_parallel import ShardedOps, across
+from latte.layers.latent_fields import LatentFields, check_decay_range
 from latte.layers.native import READ, is_hooked
-from latte.layers.parts import Drawn, RMSNorm
+from latte.layers.parts import InitializedModule, RMSNorm
+from latte.layers.recomputation import recomputed
 from latte.ops import rg_lru
 from latte.ops.step import in_dtype, rg_lru_step
 from latte.ops.tensors import computation_dtype
@@ -24,7 +24,7 @@ from latte.ops.tensors import computation_dtype
 DECAY_RANGE = LatentFields.rglru_decay_range
 
 
-class BlockDiagonalLinear(Drawn):
+class BlockDiagonalLinear(InitializedModule):
     """An affine map of N independent blocks of E/N channels."""
 
     def __init__(self, hidden_size: int, num_blocks: int) -> None:
@@ -56,7 +56,7 @@ class BlockDiagonalLinear(Drawn):
         return f"hidden_size={self.bias.shape[0]}, num_blocks={self.weight.shape[0]}"
 
 
-class RGLRU(Drawn):
+class RGLRU(InitializedModule):
     """Real-gated linear recurrent unit.
 
         r_t = sigmoid(R x_t),  i_t = sigmoid(I x_t)       block-diagonal affine maps
@@ -125,7 +125,7 @@ class RGLRU(Drawn):
         again = (gates[0], recurrence_gate), (gates[1], input_gate)
         parts = self.recurrence_gate, self.input_gate, self
         plain = tuple(map(type, parts)) == STEP_KINDS[:3] and not any(map(is_hooked, parts))
-        with made_again(*again if plain else ()):
+        with recomputed(*again if plain else ()):
             return across(rg_lru, shards)(
                 x_BTE,
                 *gates,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from latte.layers.across import ShardedOps, across
+from latte.layers.context_parallel import ShardedOps, across
 from latte.ops import LatteState
 from latte.ops.state import LinearState, MacchiatoState, WindowState
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from latte.layers.plan import UNPLANNED, LayerParts, StepPlan
 from latte.layers.state import MixerState, beside_window, map_tensors
 from latte.ops.state import LatteState, LinearState, WindowState
-from latte.ops.step import Ring, Rotary, Sinks, macchiato_step, number, window_step
+from latte.ops.step import Ring, StepSinks, TokenRotary, macchiato_step, number, window_step
 
 
 @dataclass
-class Clock:
+class StepContext:
     """The position of each sequence of a batch, shared by the buffers of all layers.
 
     Attributes:
@@ -63,12 +63,12 @@ class StepState:
     """One layer's buffers, all contiguous; None for parts that its mixer does not have.
 
     The parts are those of a :class:`MixerState`. ``size`` is the number of slots of the ring, 0 if
-    it grows. ``clock`` is shared by all layers. With delayed latents, ``pending`` (B, H, W, L)
-    holds the latent keys of the ring's tokens: the latents read a token when its slot is reused.
+    it grows. ``step_context`` is shared by all layers. With delayed latents, ``pending`` (B, H, W,
+    L) holds the latent keys of the ring's tokens: the latents read a token when its slot is reused.
     ``sinks`` are keys and values (B, G, n, ...); slots of tokens not read yet are empty.
     """
 
-    clock: Clock
+    step_context: StepContext
     latent: LatteState | None = None
     linear: LinearState | None = None
     ring: Ring | None = None
@@ -80,7 +80,9 @@ class StepState:
     size: int = 0
 
     @classmethod
-    def of(cls, state: MixerState, clock: Clock, *, room: int | None, masked: bool) -> StepState:
+    def of(
+        cls, state: MixerState, step_context: StepContext, *, room: int | None, masked: bool
+    ) -> StepState:
         """Buffers with a copy of a state.
 
         Args:
@@ -88,13 +90,13 @@ class StepState:
             masked: Whether to store which slots hold a real token. If not, all do.
         """
         parts = (state.latent, state.linear, None, state.rglru, state.conv, state.short_conv)
-        made = cls(clock, *map_tensors(_copy, parts))
+        made = cls(step_context, *map_tensors(_copy, parts))
         if state.window is None:
             return made
         held = state.window.mask.shape[1]
         slots = held + 1 if room is None else room
         made.size = slots if room is None else 0
-        clock.slots.setdefault(made.size, torch.full_like(clock.position[:1], held))
+        step_context.slots.setdefault(made.size, torch.full_like(step_context.position[:1], held))
 
         def ring(x_BTX: Tensor) -> Tensor:
             x_BXT = x_BTX.movedim(1, -2)
@@ -120,7 +122,7 @@ class StepState:
     @property
     def slot(self) -> Tensor:
         """The ring's slot for the next token, (1,) int64."""
-        return self.clock.slots[self.size]
+        return self.step_context.slots[self.size]
 
     def state(self) -> MixerState:
         """A copy of the state in the buffers."""
@@ -131,7 +133,7 @@ class StepState:
             # Zeros would mean the empty state, but this row has read a token.
             rglru += torch.finfo(rglru.dtype).tiny
         window = pending = sinks = None
-        position = self.clock.position.clone()
+        position = self.step_context.position.clone()
         if self.ring is not None:
             # The next slot holds the token that leaves the window.
             window = self._newest(self.ring.keys, self.ring, self.size - 1)
@@ -171,8 +173,8 @@ class StepState:
         local: tuple[Tensor, Tensor, Tensor],
         scale: float,
         softcap: float | None = None,
-        rotary: Rotary | None = None,
-        sink_rotary: Rotary | None = None,
+        rotary: TokenRotary | None = None,
+        sink_rotary: TokenRotary | None = None,
         *,
         latents: tuple[Tensor, Tensor, Tensor | None] | None = None,
         joint: bool = False,
@@ -182,12 +184,16 @@ class StepState:
         It is that of the window alone, or mixed with the ``latents``: their q, k and log-decay.
         """
         assert self.ring is not None
-        clock = self.clock
+        step_context = self.step_context
         options: Any = {"scale": scale, "softcap": softcap, "rotary": rotary}
-        sinks = None if self.sinks is None else Sinks(*self.sinks, clock.position, sink_rotary)
-        where: Any = self.ring, self.slot, clock.real
+        sinks = (
+            None
+            if self.sinks is None
+            else StepSinks(*self.sinks, step_context.position, sink_rotary)
+        )
+        where: Any = self.ring, self.slot, step_context.real
         if latents is None:
-            length = None if self.size or clock.length is None else clock.length + 1
+            length = None if self.size or step_context.length is None else step_context.length + 1
             return window_step(*local, *where, length=length, sinks=sinks, **options)
         assert self.latent is not None
         options |= {"log_decay": latents[2], "pending": self.pending, "joint": joint}
@@ -196,7 +202,7 @@ class StepState:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepState:
         """The same with ``fn`` applied to each buffer (B, ...)."""
-        made = StepState(self.clock, *map_tensors(fn, self.parts))
+        made = StepState(self.step_context, *map_tensors(fn, self.parts))
         made.size = self.size
         return made
 
@@ -209,7 +215,7 @@ def run_layer(parts: LayerParts, x_BE: Tensor, state: StepState, rotary: Any = N
         state: Buffers of the layer's state, which are overwritten.
         rotary: Rotary table; a dict of them if ``parts.table`` names one.
     """
-    plan, mixer = state.clock.plan, parts.mixer
+    plan, mixer = state.step_context.plan, parts.mixer
     if parts.table is not None:
         rotary = rotary[parts.table]
     mixed = mixer._step(plan.norm(parts.mixer_norm, x_BE), state, rotary).view(len(x_BE), -1)

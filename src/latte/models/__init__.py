@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from latte._lazy import lazy_names
+from latte.ops.lazy import lazy_names
 
 if TYPE_CHECKING:
     from latte.models.cache import LatteCache

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from latte.layers.plan import StepPlan
 from latte.layers.state import MixerState, PastKeys, drop_newest, map_tensors
-from latte.layers.step import Clock, StepState
+from latte.layers.step import StepContext, StepState
 from latte.ops.backend import steps_in_place
 
 
@@ -69,7 +69,7 @@ class LatteCacheLayer(CacheLayerMixin):
         if self._state is not None:
             return self._seen
         assert self.buffers is not None
-        return self._seen + int(self.buffers.clock.steps)
+        return self._seen + int(self.buffers.step_context.steps)
 
     @seen_tokens.setter
     def seen_tokens(self, count: int) -> None:
@@ -89,7 +89,7 @@ class LatteCacheLayer(CacheLayerMixin):
         if self._state is not None:
             return self._state.position
         assert self.buffers is not None
-        return self.buffers.clock.position
+        return self.buffers.step_context.position
 
     @property
     def is_written_in_place(self) -> bool:
@@ -265,7 +265,7 @@ class LatteCache(Cache):
         self.offload_layers, self.max_cache_len = offloading, max_cache_len
         # A compiled step reads this. It would be compiled again for every value of a length.
         self.is_static = max_cache_len is not None
-        self.step: Clock | None = None  # set while a single token is read
+        self.step: StepContext | None = None  # set while a single token is read
         self.unfinished = False  # whether a forward has changed some layers, and not all
         self.model: _Reader | None = None  # the model that fills this cache
         for layer in self.layers:
@@ -339,7 +339,7 @@ class LatteCache(Cache):
         if not self._ready(real is not None) and not self._fill_buffers(real is not None):
             return None
         buffers = [layer.buffers for layer in self.layers if layer.buffers is not None]
-        self.step = buffers[0].clock
+        self.step = buffers[0].step_context
         self.step.real, self.step.plan = real, plan.begin(x_BTE)
         self.unfinished = True
         return buffers
@@ -359,7 +359,7 @@ class LatteCache(Cache):
             if not layer.is_written_in_place or layer.record_past:
                 return False
             assert layer.buffers is not None
-            ring, length = layer.buffers.ring, layer.buffers.clock.length
+            ring, length = layer.buffers.ring, layer.buffers.step_context.length
             if ring is not None:
                 if masked and ring.mask is None:
                     return False
@@ -384,10 +384,10 @@ class LatteCache(Cache):
         # A row that has read only padding has an empty state, which buffers do not represent.
         if position is None or not bool((position > 0).all()):
             return False
-        clock = Clock(position.clone(), torch.zeros((), dtype=torch.long, device=position.device))
-        room = self.max_cache_len
+        step_context = StepContext(position.clone(), torch.zeros((), dtype=torch.long,
+        device=position.device)) room = self.max_cache_len
         if room is None:
-            clock.length, room = seen, seen + max(64, seen // 4)
+            step_context.length, room = seen, seen + max(64, seen // 4)
             windows = [
                 x for state in states for x in (state.window, state.pending) if x is not None
             ]
@@ -397,7 +397,7 @@ class LatteCache(Cache):
             if seen > room and any(layer.grows for layer in self.layers):
                 raise ValueError(f"expected at most max_cache_len={room} tokens, got {seen}")
         made = [
-            StepState.of(state, clock, room=room if layer.grows else None, masked=masked)
+            StepState.of(state, step_context, room=room if layer.grows else None, masked=masked)
             for layer, state in zip(self.layers, states, strict=True)
         ]
         for layer, buffers in zip(self.layers, self._at_home(made), strict=True):
@@ -410,8 +410,8 @@ class LatteCache(Cache):
             return made
 
         def written(buffers: list[StepState]) -> list[Tensor]:
-            clock, parts = buffers[0].clock, tuple(x.parts for x in buffers)
-            return [*tensors_in((clock.position, clock.steps, *clock.slots.values(), parts))]
+            step_context, parts = buffers[0].step_context, tuple(x.parts for x in buffers)
+            return [*tensors_in((step_context.position, step_context.steps, *step_context.slots.values(), parts))]
 
         new, homes = written(made), [x.buffers for x in self.layers if x.buffers is not None]
         old = written(homes) if homes else []
@@ -434,9 +434,10 @@ class LatteCache(Cache):
                 layer._map(fn)
             return
         buffers = [layer.buffers for layer in self.layers if layer.buffers is not None]
-        clock = replace(buffers[0].clock, position=fn(buffers[0].clock.position))
-        made = self._at_home([replace(x.map(fn), clock=clock) for x in buffers])
-        for layer, x in zip(self.layers, made, strict=True):
+        step_context = replace(buffers[0].step_context,
+        position=fn(buffers[0].step_context.position)) made = self._at_home([replace(x.map(fn),
+        step_context=step_context) for x in buffers]) for layer, x in zip(self.layers, made,
+        strict=True):
             layer.buffers = x
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

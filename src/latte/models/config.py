@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
 
 from latte.errors import LatteError
-from latte.latent_fields import LatentFields, window_option
+from latte.layers.latent_fields import LatentFields, window_option
 from latte.models.registry import (
     find_mixer,
     mixer_names,
@@ -24,7 +24,7 @@ from latte.models.registry import (
 class LatteConfig(LatentFields, PreTrainedConfig):
     r"""Configuration of Latte models; the presets are below.
 
-    The fields of the latents are those of :class:`latte.latent_fields.LatentFields`. With
+    The fields of the latents are those of :class:`latte.layers.latent_fields.LatentFields`. With
     ``mixer="linear"``, ``num_latents`` is the number of features. With ``"swa"``, ``latent_input``
     is the source of the window's queries, keys and values.
 
@@ -297,7 +297,7 @@ _BEYOND = {
     for name in ("latte-conv-swa", "latte-r-swa")
 }
 # It has about as many parameters as the other presets: no MLPs, but twice as many layers. Wide
-# values gain more than wide keys and many latents (docs/results/shakespeare.md).
+# values gain more than wide keys and many latents (experiments/results/shakespeare.md).
 _BEYOND["latte-gated"] = {
     **_BEYOND["latte-conv-swa-f++"],
     **{"mixer": "gated", "mlp": "none"},

@@ -111,7 +111,7 @@ def prepare_inputs(
     if cache is not None:
         buffers = cache.begin(x_BTE, key_mask, decoder if steps else None)
     if buffers is not None and position_ids is None:
-        position_ids = buffers[0].clock.position[:, None]
+        position_ids = buffers[0].step_context.position[:, None]
     earlier = decoder.earlier or MixerState()
     return DecoderInputs(x_BTE, key_mask, position_ids, cu_seq_lens, cache, earlier, buffers)
 

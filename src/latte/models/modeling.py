@@ -340,7 +340,7 @@ class LatteModel(LattePreTrainedModel):
         if inputs.buffers is None:
             raise ValueError("step: expected inputs with the buffers of a step, got none")
         x_BTE, rotary = self._embed(inputs)
-        plan = inputs.buffers[0].clock.plan
+        plan = inputs.buffers[0].step_context.plan
         layers = plan.layers or self.make_step_plan().layers
         layers = layers[: self.config.num_hidden_layers]  # fewer in drafts by early exit
         x_BE = run_layers(layers, x_BTE[:, 0], inputs.buffers, rotary, hidden_states)
@@ -377,7 +377,7 @@ class LatteForCausalLM(StateGenerationMixin, LattePreTrainedModel):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     # forward() divides by num_items_in_batch itself, which Trainer would otherwise not know.
     accepts_loss_kwargs = True
-    # In training, compute the loss in chunks and return no logits (see latte.train.speed).
+    # In training, compute the loss in chunks and return no logits (see latte.lab.train.speed).
     chunked_loss = False
     backbone_class = LatteModel
 

@@ -8,18 +8,25 @@ segments into chunks. A *tile* belongs to a kernel: what one program holds of a 
 is none of these but a stretch of training data.
 """
 
-from latte.ops.api import (
-    attention_weights,
-    causal_conv1d,
-    latte_attention,
-    linear_attention,
-    macchiato_attention,
-    rg_lru,
-    sliding_window_attention,
-    window_log_mass,
-)
-from latte.ops.backend import default_backend, set_default_backend, use_backend
-from latte.ops.state import LatteState, LinearState, Sinks, WindowState
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from latte.ops.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from latte.ops.api import (
+        attention_weights,
+        causal_conv1d,
+        latte_attention,
+        linear_attention,
+        macchiato_attention,
+        rg_lru,
+        sliding_window_attention,
+        window_log_mass,
+    )
+    from latte.ops.backend import default_backend, set_default_backend, use_backend
+    from latte.ops.state import LatteState, LinearState, Sinks, WindowState
 
 __all__ = [
     "LatteState",
@@ -38,3 +45,6 @@ __all__ = [
     "use_backend",
     "window_log_mass",
 ]
+
+MODULES = ("api", "backend", "state")
+__getattr__, __dir__ = lazy_names(__name__, __all__, MODULES)

@@ -4,7 +4,7 @@
 (:mod:`latte.ops.backend`): the native kernels on a CPU if they can serve the inputs, else
 ``"torch"``. The kernels take fp32, fp64 and bf16 (the RMSNorm: fp32 and fp64). They are not for
 ``torch.compile``, which fuses these operations itself, for transforms of ``torch.func``, and for
-forward mode. The RMSNorm of few rows without a gradient is :func:`latte.ops.dense.rms_norm`.
+forward mode. The RMSNorm of few rows without a gradient is :func:`latte.ops.decoding.rms_norm`.
 
 Shape suffixes: B batch, T tokens, H heads, K width of a head, E width.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from latte.ops import cpp_backend, dense, reference
+from latte.ops import cpp_backend, decoding, reference
 from latte.ops.backend import named_backend
 from latte.ops.cpp_backend import pointwise as cpp_pointwise
 from latte.ops.tensors import computation_dtype, on_cpu
@@ -48,12 +48,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = Non
         ValueError: The backend is not available for these inputs.
     """
     if backend is None:
-        if dense.serves(x) and dense.fits(x, weight):
-            return dense.rms_norm(x, weight, eps)
+        if decoding.serves(x) and decoding.fits(x, weight):
+            return decoding.rms_norm(x, weight, eps)
         # A step of many rows is quicker by PyTorch's operations.
         worth = torch.is_grad_enabled() or not torch_pointwise.single_tokens(x)
         worth = worth and x.dtype != torch.bfloat16
-        native = worth and on_cpu(x) and dense.takes(x) and dense.fits(x, weight)
+        native = worth and on_cpu(x) and decoding.takes(x) and decoding.fits(x, weight)
         backend = "cpu" if native else _without_kernels()
     else:
         _check("rms_norm", backend, x)
@@ -67,7 +67,7 @@ def silu_product(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Ten
         ValueError: The backend is not available for these inputs.
     """
     if backend is None:
-        native = on_cpu(gate) and dense.takes(gate) and gate.dtype == up.dtype
+        native = on_cpu(gate) and decoding.takes(gate) and gate.dtype == up.dtype
         backend = "cpu" if native else _without_kernels()
     else:
         _check("silu_product", backend, gate)
@@ -88,7 +88,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -
     if backend is None:
         table = cos.shape[1:] == (x.shape[1], 1, x.shape[-1] // 2)
         table = table and cos.dtype == computation_dtype(x.dtype)
-        native = table and on_cpu(x) and dense.takes(x)
+        native = table and on_cpu(x) and decoding.takes(x)
         backend = "cpu" if native else _without_kernels()
     else:
         _check("rotate", backend, x)

@@ -6,7 +6,7 @@ must have read a real token before. The cache ensures all of this (:mod:`latte.l
 never change and nothing waits for the host, so that a step is one graph for ``torch.compile``.
 
 If there are native CPU kernels (:mod:`latte.ops.cpp_backend`) and no other backend was named, most
-of these ops are one kernel call (the RG-LRU's kernel is in :mod:`latte.ops.dense`). If not, they
+of these ops are one kernel call (the RG-LRU's kernel is in :mod:`latte.ops.decoding`). If not, they
 are a few large tensor operations, because for one token most of the cost of an operation is its
 call. States and sums are fp32 (fp64 for fp64 inputs). Outputs have the dtype of ``v``. ``real``
 (B,) bool is False for rows whose token is padding; None if there is no padding. Padding does not
@@ -30,7 +30,8 @@ from latte.ops.backend import named_backend
 from latte.ops.tensors import computation_dtype, number
 from latte.ops.torch_backend.recurrence import GATE_STRENGTH
 
-Rotary = tuple[Tensor, Tensor]  # of single tokens: (B or 1, 1, 1, K/2), and twice that with signs
+# Of single tokens: (B or 1, 1, 1, K/2), and twice that with signs.
+TokenRotary = tuple[Tensor, Tensor]
 
 
 class Ring(NamedTuple):
@@ -47,7 +48,7 @@ class Ring(NamedTuple):
     mask: Tensor | None
 
 
-class Sinks(NamedTuple):
+class StepSinks(NamedTuple):
     """The first n real tokens of each row, which stay visible.
 
     Sinks that have left the window, W or more positions ago, are further slots of its softmax.
@@ -63,7 +64,7 @@ class Sinks(NamedTuple):
     keys: Tensor
     values: Tensor
     position: Tensor
-    rotary: Rotary | None = None
+    rotary: TokenRotary | None = None
 
 
 def latte_step(
@@ -115,9 +116,9 @@ def macchiato_step(
     *,
     scale: float,
     softcap: float | None = None,
-    rotary: Rotary | None = None,
+    rotary: TokenRotary | None = None,
     log_decay: Tensor | None = None,
-    sinks: Sinks | None = None,
+    sinks: StepSinks | None = None,
     pending: Tensor | None = None,
     joint: bool = False,
 ) -> Tensor:
@@ -185,9 +186,9 @@ def window_step(
     *,
     scale: float,
     softcap: float | None = None,
-    rotary: Rotary | None = None,
+    rotary: TokenRotary | None = None,
     length: int | None = None,
-    sinks: Sinks | None = None,
+    sinks: StepSinks | None = None,
 ) -> Tensor:
     """Softmax attention over the slots of a window, or over all tokens so far.
 
@@ -363,14 +364,14 @@ def _leaving(
     return k, v, mask
 
 
-def _flat(sinks: Sinks | None) -> tuple[Tensor | None, ...]:
+def _flat(sinks: StepSinks | None) -> tuple[Tensor | None, ...]:
     """The sinks as a kernel's arguments."""
     if sinks is None:
         return (None,) * 5
     return *sinks[:3], *(sinks.rotary or (None, None))
 
 
-def _rotated(x: Tensor, rotary: Rotary | None) -> Tensor:
+def _rotated(x: Tensor, rotary: TokenRotary | None) -> Tensor:
     """Queries or keys (B, H, K), their pairs (i, i + K/2) turned."""
     if rotary is None:
         return x
@@ -389,10 +390,10 @@ def _attend(
     real: Tensor | None,
     scale: float,
     softcap: float | None,
-    rotary: Rotary | None,
+    rotary: TokenRotary | None,
     dtype: torch.dtype,
     length: int | None,
-    sinks: Sinks | None,
+    sinks: StepSinks | None,
     want_mass: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Puts the token into its slot: softmax attention over all slots, (B, H, D) in ``dtype``.
@@ -446,7 +447,7 @@ def _attend(
     return out.view(B, H, D), log_mass
 
 
-def _take_sinks(sinks: Sinks, k: Tensor, v: Tensor, real: Tensor | None, window: int) -> Tensor:
+def _take_sinks(sinks: StepSinks, k: Tensor, v: Tensor, real: Tensor | None, window: int) -> Tensor:
     """Puts the token among the sinks if it is one: which have left the window, (B, n) bool."""
     place_B1 = sinks.position[:, None]
     slots_n = torch.arange(sinks.keys.shape[2], device=place_B1.device)

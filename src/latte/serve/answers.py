@@ -27,11 +27,11 @@ from transformers.utils import logging
 from latte.models.cache_name import CACHE_NAME
 from latte.serve.counters import Counters
 from latte.serve.engine import Engine, Request
+from latte.serve.prefix_cache import Ids
 from latte.serve.prompts import Prompt, Prompts
 from latte.serve.reading import Reader, Scoring
 from latte.serve.requests import BadRequest
 from latte.serve.sampling import Penalties, Sampler, TokenScore
-from latte.serve.states import Ids
 from latte.serve.writing import Piece, Words, Writer
 
 logger = logging.get_logger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from latte.serve.prefix_cache import StateStore
 from latte.serve.state_folder import StateFolder
-from latte.serve.states import StateStore
 
 # In seconds, from a step of a small model to the time for reading a book.
 TIMES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)

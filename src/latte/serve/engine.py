@@ -30,11 +30,11 @@ from transformers.utils import logging
 from latte.models.cache import LatteCache
 from latte.models.cache_name import CACHE_NAME
 from latte.serve.counters import Counters
+from latte.serve.prefix_cache import Ids
 from latte.serve.reading import Reader, Reading, Scoring
 from latte.serve.requests import BadRequest
 from latte.serve.rows import joined
 from latte.serve.sampling import Sampler, TokenScore, scores_of
-from latte.serve.states import Ids
 
 logger = logging.get_logger(__name__)
 

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from transformers import GenerationConfig
 from transformers.utils import logging
 
+from latte import __version__
 from latte.serve.answers import Answering, Choice, Manager, Question, Wish
 from latte.serve.prompts import Prompt, Prompts
 from latte.serve.requests import (
@@ -30,7 +31,6 @@ from latte.serve.requests import (
 )
 from latte.serve.sampling import Penalties, TokenScore
 from latte.serve.writing import Scored, Spelling, Words
-from latte.version import __version__
 
 logger = logging.get_logger(__name__)
 DONE = "data: [DONE]\n\n"
@@ -192,8 +192,8 @@ class Endpoint:
                         else:
                             parts.append(self._next(choice, piece.text, piece.scored, body))
                         own = {"index": choice.index, "logprobs": None, "finish_reason": None}
-                        told = ({**about, "choices": [{**own, **part}], **rest} for part in parts)
-                        events += map(_event, told)
+                        bodies = ({**about, "choices": [{**own, **part}], **rest} for part in parts)
+                        events += map(_event, bodies)
                 except Exception:
                     yield "".join(events)  # what was written before an error is still streamed
                     raise
@@ -245,20 +245,20 @@ class Chats(Endpoint):
         return [{"delta": {"role": "assistant", "content": "", "refusal": None}}]
 
     def _next(self, choice: Choice, text: str, scored: list[Scored], body: Body) -> Body:
-        told = self._logprobs(scored) if body.get("logprobs") else None
-        return {"delta": {"content": text}, "logprobs": told}
+        logprobs = self._logprobs(scored) if body.get("logprobs") else None
+        return {"delta": {"content": text}, "logprobs": logprobs}
 
     def _last(self, choice: Choice) -> Body:
         return {"delta": {}, "finish_reason": choice.writer.reason}
 
     def _logprobs(self, scored: list[Scored]) -> Body:
-        def told(token: int, logprob: float | None) -> Body:
+        def entry(token: int, logprob: float | None) -> Body:
             raw = self._words.bytes(token)
             own = None if raw is None else list(raw)
             return {"token": self._words.name(token), "logprob": logprob, "bytes": own}
 
         content = [
-            told(one.token, one.logprob) | {"top_logprobs": [told(*other) for other in one.top]}
+            entry(one.token, one.logprob) | {"top_logprobs": [entry(*other) for other in one.top]}
             for _, one in scored
         ]
         return {"content": content, "refusal": None}
@@ -310,10 +310,10 @@ class Completions(Endpoint):
         """The prompt, if it is wanted."""
         if not body.get("echo"):
             return []
-        question, told = choice.question, None
+        question, logprobs = choice.question, None
         if body.get("logprobs") is not None:
-            told = self._logprobs(list(self._scored(question)))
-        return [{"text": question.text, "logprobs": told}]
+            logprobs = self._logprobs(list(self._scored(question)))
+        return [{"text": question.text, "logprobs": logprobs}]
 
     def _scored(self, question: Question) -> Iterator[Scored]:
         """The prompt's tokens with their probabilities. A first token that follows nothing has
@@ -327,8 +327,8 @@ class Completions(Endpoint):
 
     def _next(self, choice: Choice, text: str, scored: list[Scored], body: Body) -> Body:
         begin = len(choice.question.text)
-        told = self._logprobs(scored, begin) if body.get("logprobs") is not None else None
-        return {"text": text, "logprobs": told}
+        logprobs = self._logprobs(scored, begin) if body.get("logprobs") is not None else None
+        return {"text": text, "logprobs": logprobs}
 
     def _last(self, choice: Choice) -> Body:
         return {"text": "", "finish_reason": choice.writer.reason}
@@ -427,8 +427,8 @@ class Responses(Endpoint):
         def event(kind: str, **fields: Any) -> str:
             nonlocal number
             number += 1
-            told = {"type": kind, "sequence_number": number - 1, **fields}
-            return f"event: {kind}\n{_event(told)}"
+            content = {"type": kind, "sequence_number": number - 1, **fields}
+            return f"event: {kind}\n{_event(content)}"
 
         (choice,) = answering.choices[0]
         place = {"output_index": 0}
@@ -493,5 +493,9 @@ def _best(candidates: list[Choice], count: int) -> list[Choice]:
 
 def _joined(parts: list[Body | None]) -> Body | None:
     """Probabilities of parts that follow each other as those of one text."""
-    told = [part for part in parts if part is not None]
-    return {name: [x for part in told for x in part[name]] for name in told[0]} if told else None
+    present = [part for part in parts if part is not None]
+    return (
+        {name: [x for part in present for x in part[name]] for name in present[0]}
+        if present
+        else None
+    )

@@ -2,7 +2,7 @@
 
 A client sends the whole chat at every turn. The chat template turns it into text. This text begins
 with the text of the turn before, which ends where a message ends or where an answer begins. These
-places are marked, so that states are kept there (:mod:`latte.serve.states`).
+places are marked, so that states are kept there (:mod:`latte.serve.prefix_cache`).
 
 Long texts between special tokens are remembered with their tokens, because splitting a document of
 32,000 tokens again takes longer than reading the question after it.
@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from transformers import BatchEncoding
 
-from latte.data.tokenizers import document_ends
 from latte.errors import one_line
+from latte.lab.data.tokenizers import document_ends
 from latte.serve.requests import BadRequest
 
 # For tokenizers without a template. The start token is added elsewhere.

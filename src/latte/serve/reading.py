@@ -6,7 +6,7 @@
     reading.cache                # has read all tokens
 
 During reading, states are kept where other requests are likely to branch
-(:mod:`latte.serve.states`).
+(:mod:`latte.serve.prefix_cache`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from latte.layers.state import map_tensors
 from latte.models.cache import LatteCache
+from latte.serve.prefix_cache import Ids, PromptPiece, StateStore, pieces_of, root_of
 from latte.serve.sampling import TokenScore, scores_of
-from latte.serve.states import Ids, PromptPiece, StateStore, pieces_of, root_of
 
 SCORED = 128  # number of tokens whose probabilities are computed together, each of a vocabulary
 EVERY = 4096  # number of tokens of a long text after which a state is kept

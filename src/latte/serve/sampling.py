@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from latte.serve.states import Ids
+from latte.serve.prefix_cache import Ids
 
 
 class TokenScore(NamedTuple):

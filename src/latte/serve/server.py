@@ -7,7 +7,7 @@ The application and its routes are those of ``transformers serve``. The endpoint
 - Prompts begin with the start token, as documents did in training.
 - Requests are checked (:mod:`latte.serve.requests`).
 - Requests share a step (:mod:`latte.serve.engine`).
-- A request reuses the states of text that was read before (:mod:`latte.serve.states`).
+- A request reuses the states of text that was read before (:mod:`latte.serve.prefix_cache`).
 - A request is not computed any further after its client has disconnected.
 - Requests that are too large, too slow or for another host are refused (:mod:`latte.serve.guard`).
 """
@@ -33,8 +33,8 @@ import torch
 from transformers.utils.import_utils import is_serve_available
 
 from latte.errors import LatteError, one_line
-from latte.evaluate.checkpoint import load_checkpoint
-from latte.evaluate.generate import compile_step, has_steps, keeps_state, text_ends
+from latte.lab.evaluate.checkpoint import load_checkpoint
+from latte.lab.evaluate.generate import compile_step, has_steps, keeps_state, text_ends
 
 ROUTES = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
@@ -294,9 +294,9 @@ def make_answers(model: Any, prompts: Any, serving: Serving) -> tuple[Any, Any, 
     from latte.serve.answers import Answers, Delivery, OneByOne
     from latte.serve.counters import Counters
     from latte.serve.engine import Engine
+    from latte.serve.prefix_cache import StateStore
     from latte.serve.reading import Reader
     from latte.serve.state_folder import StateFolder
-    from latte.serve.states import StateStore
 
     if not keeps_state(model):
         counters = Counters()

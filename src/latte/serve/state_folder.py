@@ -1,10 +1,10 @@
 """Keeps a server's states on disk, so that they are still there after a restart.
 
 Each state is a file of :mod:`latte.models.state_file`, which also has its tokens. The file has the
-name of the state (:mod:`latte.serve.states`). ``latte generate --state`` can read such a file too.
-A separate thread writes the files, so that no request waits. A file is complete or absent, also
-when the process is killed. A damaged file is set aside under another name, and its text is read
-again.
+name of the state (:mod:`latte.serve.prefix_cache`). ``latte generate --state`` can read such a file
+too. A separate thread writes the files, so that no request waits. A file is complete or absent,
+also when the process is killed. A damaged file is set aside under another name, and its text is
+read again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from latte.errors import LatteError, one_line
 from latte.models.state_file import fingerprint, read_state, save_state
-from latte.serve.states import Ids, Kept
+from latte.serve.prefix_cache import Ids, Kept
 
 logger = logging.get_logger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from latte.data.tokenizers import REPLACEMENT, token_bytes
+from latte.lab.data.tokenizers import REPLACEMENT, token_bytes
 from latte.serve.sampling import TokenScore
 
 WINDOW = 16  # number of tokens that are decoded together
@@ -206,9 +206,9 @@ class Writer:
         del self._held[:count]
         self.length += len(text)
         if self.reason is not None and not cut:
-            told = len(self._scored)
+            ready = len(self._scored)
         else:
             later = (i for i, one in enumerate(self._scored) if one.offset >= self.length)
-            told = next(later, len(self._scored))
-        scored, self._scored = self._scored[:told], self._scored[told:]
+            ready = next(later, len(self._scored))
+        scored, self._scored = self._scored[:ready], self._scored[ready:]
         return Piece(text, scored)

@@ -23,7 +23,7 @@ from latte.ops import (
     Sinks,
     WindowState,
     causal_conv1d,
-    dense,
+    decoding,
     latte_attention,
     macchiato_attention,
     rg_lru,
@@ -225,7 +225,7 @@ def steps(draw: Draw) -> list[Tensor]:
     if draw.often():
         keys = draw.written(B, G, n, K), draw.written(B, G, n, D)
         position = torch.tensor([draw.random.randrange(W + n + 2) for _ in range(B)])
-        sinks = step.Sinks(*keys, position, rotary() if draw.often() else None)
+        sinks = step.StepSinks(*keys, position, rotary() if draw.often() else None)
     pending = draw.written(B, H, W, L) if draw.often() else None
     local = {"scale": 0.3, "softcap": draw.one(None, 3.0), "sinks": sinks}
     local["rotary"] = rotary() if draw.often() else None
@@ -261,12 +261,16 @@ def rows(draw: Draw) -> list[Tensor]:
     with torch.no_grad():
         found = [
             *(
-                *dense.linear_maps(x, a),
-                *dense.linear_maps(x, a, b),
-                *dense.linear_maps(x, a, b, c),
+                *decoding.linear_maps(x, a),
+                *decoding.linear_maps(x, a, b),
+                *decoding.linear_maps(x, a, b, c),
             ),
-            dense.linear_add(x, a, draw.uniform(*shape, M).to(draw.dtype)),
-            *(dense.swiglu(x, a, c), dense.geglu(x, a, c), dense.rms_norm(x, weight, 1e-6, 1.0)),
+            decoding.linear_add(x, a, draw.uniform(*shape, M).to(draw.dtype)),
+            *(
+                decoding.swiglu(x, a, c),
+                decoding.geglu(x, a, c),
+                decoding.rms_norm(x, weight, 1e-6, 1.0),
+            ),
             *(ops.cpu_glu(gate, up), *ops.cpu_glu_backward(dy, gate, up)),
             ops.cpu_rotate(heads, angles.cos(), angles.sin(), draw.one(1.0, -1.0)),
         ]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from latte.layers import RMSNorm, SwiGLU
 from latte.ops import (
     causal_conv1d,
-    dense,
+    decoding,
     latte_attention,
     macchiato_attention,
     rg_lru,
@@ -145,9 +145,9 @@ def test_any_number_of_dimensions(dims):
     x, weight, norm = randn(*shape).float(), randn(5, 16).float(), RMSNorm(16, eps=1e-6)
     nn.init.normal_(norm.weight)
     with torch.no_grad():
-        torch.testing.assert_close(dense.linear_maps(x, weight)[0], F.linear(x, weight))
+        torch.testing.assert_close(decoding.linear_maps(x, weight)[0], F.linear(x, weight))
         exact = F.rms_norm(x, (16,), norm.weight, 1e-6)
-        for found in (norm(x), dense.rms_norm(x, norm.weight, 1e-6)):
+        for found in (norm(x), decoding.rms_norm(x, norm.weight, 1e-6)):
             torch.testing.assert_close(found, exact)
     layers, results = nn.Sequential(norm, SwiGLU(16, 8)), []
     for run in (layers, plainly(layers)):
@@ -172,7 +172,7 @@ def plainly(layers):
 
 def test_no_dimension_is_one_line():
     with pytest.raises(ValueError, match="x must have at least one dimension"):
-        dense.linear_maps(torch.tensor(1.0), torch.ones(2, 1))
+        decoding.linear_maps(torch.tensor(1.0), torch.ones(2, 1))
     with pytest.raises(ValueError, match="x must have at least one dimension"):
         torch.ops.latte.cpu_norm_rows(torch.tensor(1.0), torch.ones(1), 1e-6)
 
@@ -198,7 +198,7 @@ def test_what_pytorch_refuses_is_said_in_its_words():
     """More memory than there are addresses, for the output of one row."""
     endless = torch.zeros(1, 1).expand(1 << 60, 1)
     with pytest.raises(RuntimeError) as told:
-        dense.linear_maps(torch.zeros(1, 1), endless)
+        decoding.linear_maps(torch.zeros(1, 1), endless)
     recent = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
     assert ("allocate" if recent else "see its message on stderr") in str(told.value)
 

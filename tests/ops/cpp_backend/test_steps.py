@@ -9,10 +9,10 @@ from torch.profiler import profile
 from latte.layers import RGLRU, RMSNorm
 from latte.layers.native import native_weights
 from latte.layers.recurrent import STEP_KINDS
-from latte.ops import LatteState, dense, use_backend
+from latte.ops import LatteState, decoding, use_backend
 from latte.ops.step import (
     Ring,
-    Sinks,
+    StepSinks,
     conv_step,
     latte_step,
     macchiato_step,
@@ -41,7 +41,7 @@ def case(dtype=torch.float32, scale=1.0):
         with torch.no_grad():
             weights = native_weights(x, parts, STEP_KINDS)
         if weights:
-            return dense.rg_lru(x, weights, norm.eps, state, real)
+            return decoding.rg_lru(x, weights, norm.eps, state, real)
         return norm(rglru.step(x, state, real).to(dtype))
 
     state, tail = randn(B, E).float(), randn(B, 2, E).to(dtype)
@@ -159,7 +159,7 @@ def sized(size, dtype, to=None, rows=slice(None)):
     found = []
     for delayed in (False, True):
         ring = Ring(numbers(B, G, W, K, seed=6), numbers(B, G, W, D, seed=7), mask.clone())
-        sinks = Sinks(numbers(B, G, n, K, seed=8), numbers(B, G, n, D, seed=9), position)
+        sinks = StepSinks(numbers(B, G, n, K, seed=8), numbers(B, G, n, D, seed=9), position)
         latents = numbers(B, H, L, seed=10, state=True), numbers(B, H, L, D, seed=11, state=True)
         pending = numbers(B, H, W, L, seed=12) if delayed else None
         given = (latent_q, latent_k, q, k, v, *latents, ring, slot, real)

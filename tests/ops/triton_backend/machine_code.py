@@ -1,6 +1,6 @@
 """What limits each kernel, from its machine code: no GPU is needed, and nothing is executed.
 
-``benchmarks/gpu_floors.py`` makes tables of it, and says what the two floors are.
+``experiments/benchmarks/gpu_floors.py`` makes tables of it, and says what the two floors are.
 
 The path that is counted through a kernel is the shortest that enters no loop which it can avoid:
 those are for tokens beyond the reference's reach, and for the first token of a sequence.

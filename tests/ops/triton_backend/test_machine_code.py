@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from benchmarks.gpu_floors import HEADS  # noqa: E402
-from benchmarks.records import FLOORS, read_rows  # noqa: E402
+from experiments.benchmarks.gpu_floors import HEADS  # noqa: E402
+from experiments.benchmarks.records import FLOORS, read_rows  # noqa: E402
 from latte.ops.triton_backend import launch  # noqa: E402
 from tests.ops.triton_backend.descriptors import unproven  # noqa: E402
 from tests.ops.triton_backend.launches import BF16, Case  # noqa: E402

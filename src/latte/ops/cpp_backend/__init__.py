@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from latte.ops import reference, twice
+from latte.ops import double_backward, reference
 from latte.ops.arguments import (
     LATTE_GRADIENTS,
     MACCHIATO_GRADIENTS,
@@ -32,7 +32,7 @@ from latte.ops.arguments import (
     Window,
     sinks_of,
 )
-from latte.ops.cpp_backend import library, tokens
+from latte.ops.cpp_backend import library, schemas
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.notices import warn_once
 from latte.ops.state import LatteState, SeenSinks, WindowState, final_buffers
@@ -99,7 +99,7 @@ class RGLRU(NamedTuple):
     reverse: bool
 
 
-class Macchiato(NamedTuple):
+class NativeMacchiato(NamedTuple):
     """The arguments of ``cpu_macchiato``. All but the first five and the decay are contiguous."""
 
     latent_q: Tensor
@@ -254,9 +254,9 @@ def _latents_fake(k: Tensor, v: Tensor, bounds: Tensor | None) -> tuple[Tensor, 
     return v.new_empty(B, T, H, D), A, mu, *kept
 
 
-def _macchiato_again(x: Macchiato) -> tuple[Tensor, ...]:
+def _macchiato_again(x: NativeMacchiato) -> tuple[Tensor, ...]:
     local, sequences = Local(x.window, x.scale, x.softcap), Sequences(x.key_mask, x.cu_seqlens)
-    tail = twice.window_of(x.tail_k, x.tail_v, x.tail_mask)
+    tail = double_backward.window_of(x.tail_k, x.tail_v, x.tail_mask)
     sinks = sinks_of(x.sink_q, x.sink_k, x.sink_v, x.sink_mask, x.sinks_seen)
     latent_q = x.latent_q
     if x.joint:
@@ -266,13 +266,13 @@ def _macchiato_again(x: Macchiato) -> tuple[Tensor, ...]:
         *(latent_q, x.latent_k, x.q, x.k, x.v, local, sequences),
         None if x.log_mass is None or x.mean is None else (x.log_mass, x.mean),
         *(tail, x.log_decay, sinks, x.delay),
-        twice.window_of(x.pending_k, x.pending_v, x.pending_mask),
+        double_backward.window_of(x.pending_k, x.pending_v, x.pending_mask),
     )
     return out, *last
 
 
 if ABSENT is None:
-    tokens.register()
+    schemas.register()
     rg_lru_op = differentiable_op(
         "cpu_rg_lru",
         RGLRU,
@@ -297,11 +297,11 @@ if ABSENT is None:
         returns=["out", "log_mass", "mean"],
         gradients=LATTE_GRADIENTS,
         saves=["top_M", "mass_M", "sum_M"],
-        again=twice.latte,
+        again=double_backward.latte,
     )
     macchiato_op = differentiable_op(
         "cpu_macchiato",
-        Macchiato,
+        NativeMacchiato,
         lambda x: _latents_fake(x.latent_k, x.v, x.cu_seqlens),
         returns=["out", "log_mass", "mean"],
         gradients=(*MACCHIATO_GRADIENTS, "pending_k", "pending_v"),
@@ -314,5 +314,5 @@ if ABSENT is None:
         lambda x: x.v.new_empty(*x.q.shape[:3], x.v.shape[3]),
         returns=["out"],
         gradients=WINDOW_GRADIENTS,
-        again=twice.window,
+        again=double_backward.window,
     )

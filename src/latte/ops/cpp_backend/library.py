@@ -19,7 +19,7 @@ import torch
 
 from latte.errors import LatteError
 from latte.ops.cpp_backend import build
-from latte.processes import is_first_process
+from latte.ops.processes import is_first_process
 
 COMMAND = f"{sys.executable} -m latte.ops.cpp_backend"
 

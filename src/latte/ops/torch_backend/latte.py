@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import twice
+from latte.ops import double_backward
 from latte.ops.arguments import LATTE_GRADIENTS, Earlier, Latte, Three
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import LatteState, final_buffers
@@ -167,15 +167,15 @@ class LatteSegment:
             span = careful if level else slice(start, stop)
             size = linear_domain.SHORT_CHUNK if level else CHUNK
             run = KernelRun(self, span, state, g)
-            gauge = run.gauge(size)
-            length = gauge.length()
+            maxima = run.maxima(size)
+            length = maxima.length()
             if length == 0:
                 return KernelRun(self, careful, state, g)
             if length < run.length:
                 run = KernelRun(self, slice(start, start + length), state, g)
-                gauge = run.gauge(size)
+                maxima = run.maxima(size)
             masked = seen is not None
-            return run.scaled(linear_domain.forgetting_keys(run.k, gauge, state, masked), level)
+            return run.scaled(linear_domain.forgetting_keys(run.k, maxima, state, masked), level)
         if start or stop < self.S:
             k, seen = k[:, start:stop], None if seen is None else seen[:, start:stop]
         reference, top = linear_domain.reference_logits(k, state, seen), k.amax(1)
@@ -254,10 +254,10 @@ class KernelRun:
                 self.seen = torch.cat([seen_Xs, seen_Xs[:, -1:].expand(-1, rest)], 1)
         self.keys: linear_domain.Scaled | None = None
 
-    def gauge(self, size: int) -> linear_domain.Gauge:
+    def maxima(self, size: int) -> linear_domain.ChunkMaxima:
         """The gauge of tokens with decay, in chunks of ``size``."""
         assert self.g is not None
-        return linear_domain.Gauge.of(self.k, self.g, self.state, self.seen, size)
+        return linear_domain.ChunkMaxima.of(self.k, self.g, self.state, self.seen, size)
 
     def scaled(self, keys: linear_domain.Scaled, level: int = 0) -> KernelRun:
         """The same run, with the linear-domain kernel."""
@@ -589,7 +589,7 @@ def _latte_op(
         returns=["out", "log_mass", "mean"],
         gradients=LATTE_GRADIENTS,
         saves=saves,
-        again=partial(twice.latte, causal=forward is causal),
+        again=partial(double_backward.latte, causal=forward is causal),
     )
 
 

@@ -10,9 +10,9 @@ the run, or the first one of the sequence. alpha is then at least 1. The run end
 key that exceeds r by ``REACH`` (:func:`run_length`). The reference and the end depend only on the
 past. Therefore future inputs cannot change the past, not even its rounding.
 
-Where latents forget, a run has a reference for each chunk (:class:`Gauge`). Inside a chunk the
-logits are ``k_s - G_s``, with G the log-decay since the chunk's start. Between chunks all sums are
-rescaled. Log-decay is never summed over more than a chunk in fp32.
+Where latents forget, a run has a reference for each chunk (:class:`ChunkMaxima`). Inside a chunk
+the logits are ``k_s - G_s``, with G the log-decay since the chunk's start. Between chunks all sums
+are rescaled. Log-decay is never summed over more than a chunk in fp32.
 
 Shape suffixes: X rows (batch x heads), S tokens of the run, N chunks, C chunk length
 (S = N C), L latents, D value width.
@@ -102,7 +102,7 @@ def scaled_keys(
     return Scaled(reference_XL, e_XSL, alpha_XSL, mass_XL, top_XL, empty_XL)
 
 
-class Gauge(NamedTuple):
+class ChunkMaxima(NamedTuple):
     """Running maxima of the chunks of a run with decay. They are subtracted before an exponential.
 
     ``G`` is the sum of the log-decays since the chunk's start, the token's own included. Sums over
@@ -119,7 +119,7 @@ class Gauge(NamedTuple):
     @classmethod
     def of(
         cls, k_XSL: Tensor, g: Tensor, start: Carry | None, seen_XS: Tensor | None, size: int
-    ) -> Gauge:
+    ) -> ChunkMaxima:
         """The gauge of chunks of ``size`` tokens, or of one chunk if there are fewer."""
         X, S, L = k_XSL.shape
         C = min(size, S)
@@ -154,16 +154,18 @@ class Gauge(NamedTuple):
         return int(beyond.view(-1).to(torch.uint8).argmax())
 
 
-def forgetting_keys(k_XSL: Tensor, gauge: Gauge, start: Carry | None, masked: bool) -> Scaled:
+def forgetting_keys(
+    k_XSL: Tensor, maxima: ChunkMaxima, start: Carry | None, masked: bool
+) -> Scaled:
     """:func:`scaled_keys` with a reference for each chunk; ``masked``: some sources may be."""
     X, S, L = k_XSL.shape
-    reference, shape = gauge.reference_XNL, gauge.lost_XNCL.shape
+    reference, shape = maxima.reference_XNL, maxima.lost_XNCL.shape
     # In this order: of a large logit the difference is exact, and G is small.
-    e = (k_XSL.view(shape) - reference[:, :, None]).sub_(gauge.lost_XNCL).exp_()
+    e = (k_XSL.view(shape) - reference[:, :, None]).sub_(maxima.lost_XNCL).exp_()
     C = shape[2]
     lower = triangle(C, 0, False, (e.dtype, e.device))
     alpha = torch.bmm(lower.expand(X * shape[1], C, C), e.flatten(0, 1)).view(shape)
-    ends = reference.double() + gauge.total_XNL
+    ends = reference.double() + maxima.total_XNL
     # At most 1 but for the rounding of references, or where nothing has been seen.
     rescale = (ends[:, :-1] - reference[:, 1:]).clamp_(max=32.0).exp_().to(e.dtype)
     mass = None
@@ -176,7 +178,7 @@ def forgetting_keys(k_XSL: Tensor, gauge: Gauge, start: Carry | None, masked: bo
     if masked:
         empty = alpha[:, -1] == 0
         alpha.masked_fill_(alpha == 0, 1.0)
-    top = gauge.last_XL.to(e.dtype)
+    top = maxima.last_XL.to(e.dtype)
     return Scaled(ends[:, -1], e.view(X, S, L), alpha, mass, top, empty, rescale, C)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latte.ops import twice
+from latte.ops import double_backward
 from latte.ops.arguments import MACCHIATO_GRADIENTS, WINDOW_GRADIENTS, Macchiato, Three
 from latte.ops.custom_ops import differentiable_op
 from latte.ops.state import LateSources, LatteState, SeenSinks, WindowState, final_buffers
@@ -54,7 +54,7 @@ def macchiato_attention(
     return out, LatteState(A, mu)
 
 
-class Call:
+class BranchInputs:
     """What the two branches take of the op's arguments."""
 
     def __init__(self, x: Macchiato) -> None:
@@ -97,13 +97,13 @@ def macchiato_op(
     """
 
     def run(x: Macchiato) -> tuple[Tensor, ...]:
-        call = Call(x)
+        call = BranchInputs(x)
         out = window.forward(x.qkv, *call.near, call.share)
         _, *after = forward(call.pkv, call.sequences, x.earlier, out, x.log_decay)
         return out.to(x.v.dtype), *after
 
     def run_back(x: Macchiato, *given: Tensor) -> dict[str, Tensor]:
-        call, grads, saved = Call(x), given[:3], given[3:]
+        call, grads, saved = BranchInputs(x), given[:3], given[3:]
         near = window.backward(grads[0], x.qkv, *call.near, call.share)
         apart = call.late or call.R > 1
         pulled, dlatent_k, far_dv, *state = backward(
@@ -135,7 +135,7 @@ def macchiato_op(
         returns=["out", "log_mass", "mean"],
         gradients=(*MACCHIATO_GRADIENTS, "late_v"),
         saves=saves,
-        again=twice.macchiato,
+        again=double_backward.macchiato,
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import reference, twice
+from latte.ops import double_backward, reference
 from latte.ops.arguments import WINDOW_GRADIENTS, Earlier, Three, Window
 from latte.ops.custom_ops import differentiable_op
 from latte.ops.state import SeenSinks, WindowState
@@ -601,5 +601,5 @@ window_op = differentiable_op(
     _op_backward,
     returns=["out"],
     gradients=WINDOW_GRADIENTS,
-    again=twice.window,
+    again=double_backward.window,
 )

@@ -261,10 +261,10 @@ def _tile_gradients(
     if run.cut:
         asked = lost.new_empty((*at_ends[0].shape, D)), torch.empty_like(at_ends[0])
     log_decay, dg = forgetting or (None, None)
-    told: dict[str, Tensor] = {}
+    pointers: dict[str, Tensor] = {}
     if dg is not None:
-        told = {f"slot_{x}_ptr": torch.empty_like(at_slots[0]) for x in ("fall", "step")}
-        told |= {f"token_{x}_ptr": torch.empty_like(dg) for x in ("ref", "mass")}
+        pointers = {f"slot_{x}_ptr": torch.empty_like(at_slots[0]) for x in ("fall", "step")}
+        pointers |= {f"token_{x}_ptr": torch.empty_like(dg) for x in ("ref", "mass")}
     before = (top_M, mass_M, mean_M) if run.cut else (None, None, None)
     strides = (*q.stride(), *k.stride(), *v.stride(), *dy.stride())
     run.back(
@@ -276,7 +276,7 @@ def _tile_gradients(
         window_logit_ptr=window_logit,
         R=R,
         **decays(log_decay),
-        **told,
+        **pointers,
     )
     after: tuple[Tensor, ...] = (dmean, lost)
     if run.cut:
@@ -286,7 +286,7 @@ def _tile_gradients(
         run.by_sequence(scan_back, *given, *after, *starts, D=D, **falls)
     if dg is not None:
         means = means_after(run, between[2], final_mu) if run.cut else final_mu
-        told |= {"dlog_mass1_ptr": (after[0] * means).sum(-1) - after[1], "dg_ptr": dg}
+        pointers |= {"dlog_mass1_ptr": (after[0] * means).sum(-1) - after[1], "dg_ptr": dg}
     run.back(
         source_walk,
         D,
@@ -297,7 +297,7 @@ def _tile_gradients(
         window_logit_ptr=window_logit,
         R=R,
         **decays(log_decay),
-        **told,
+        **pointers,
     )
     dmean_0.copy_(starts[0])
     return starts[1], c

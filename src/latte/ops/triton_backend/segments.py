@@ -349,11 +349,11 @@ def scan_segments(
     each segment is written to ``falls``.
     """
     sums, strides = run.states(k), (*k.stride(), *v.stride())
-    told: dict[str, Any] = {} if falls is None else {"fall_ptr": falls}
+    pointers: dict[str, Any] = {} if falls is None else {"fall_ptr": falls}
     inputs = (k, v, mask, run.parts.table, *sums, *strides)
-    run.forward(segment_sums, *inputs, R=R, **decays(log_decay), **told)
+    run.forward(segment_sums, *inputs, R=R, **decays(log_decay), **pointers)
     given = (*sums, run.parts.first, *contiguous(*earlier), *before, *final)
-    run.by_sequence(scan, *given, **told)
+    run.by_sequence(scan, *given, **pointers)
 
 
 def means_after(run: Walker, mean_M: Tensor, final: Tensor) -> Tensor:

@@ -166,8 +166,8 @@ class Window(NamedTuple):
         q, keys, values, mask, seen = self.sinks
         found = {"sink_q_ptr": q, "sink_k_ptr": keys, "sink_v_ptr": values}
         found |= {"sink_mask_ptr": mask, "seen_ptr": seen}
-        told = dict(zip(("sq_b", "sq_t", "sq_h"), q.stride(), strict=False))
-        return {**found, **told, "S": keys.shape[1]}
+        named_strides = dict(zip(("sq_b", "sq_t", "sq_h"), q.stride(), strict=False))
+        return {**found, **named_strides, "S": keys.shape[1]}
 
 
 def readable_sinks(sinks: SeenSinks) -> SeenSinks:

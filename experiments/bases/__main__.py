@@ -1,0 +1,3 @@
+from experiments.bases.run import main
+
+raise SystemExit(main())

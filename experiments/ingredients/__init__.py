@@ -1,0 +1,1 @@
+"""A mixer beside Mamba-2 at equal parameters: `python -m experiments.ingredients RECIPE`."""

@@ -1,0 +1,3 @@
+from experiments.ingredients.run import main
+
+raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Long Range Arena: `python -m experiments.lra RECIPE`."""

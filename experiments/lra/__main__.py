@@ -1,0 +1,3 @@
+from experiments.lra.run import main
+
+raise SystemExit(main())

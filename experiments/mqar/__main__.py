@@ -1,0 +1,3 @@
+from experiments.mqar.run import main
+
+raise SystemExit(main())

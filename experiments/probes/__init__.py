@@ -1,0 +1,1 @@
+"""Retrieval, copying and continuation at chosen lengths: `python -m experiments.probes RUN`."""

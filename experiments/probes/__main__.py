@@ -1,0 +1,3 @@
+from experiments.probes.run import main
+
+raise SystemExit(main())

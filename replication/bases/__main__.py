@@ -1,3 +1,0 @@
-from replication.bases.run import main
-
-raise SystemExit(main())

@@ -1,1 +1,0 @@
-"""A mixer beside Mamba-2 at equal parameters: `python -m replication.ingredients RECIPE`."""

@@ -1,3 +1,0 @@
-from replication.ingredients.run import main
-
-raise SystemExit(main())

@@ -1,1 +1,0 @@
-"""Long Range Arena: `python -m replication.lra RECIPE`."""

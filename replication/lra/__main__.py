@@ -1,3 +1,0 @@
-from replication.lra.run import main
-
-raise SystemExit(main())

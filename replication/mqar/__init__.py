@@ -1,1 +1,0 @@
-"""Multi-query associative recall (MQAR): `python -m replication.mqar RECIPE`."""

@@ -1,3 +1,0 @@
-from replication.mqar.run import main
-
-raise SystemExit(main())

@@ -1,1 +1,0 @@
-"""Retrieval, copying and continuation at chosen lengths: `python -m replication.probes RUN`."""

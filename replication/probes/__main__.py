@@ -1,3 +1,0 @@
-from replication.probes.run import main
-
-raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The workbench: text, training, evaluation and comparison of models."""

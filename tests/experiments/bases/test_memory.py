@@ -1,0 +1,33 @@
+"""The bytes of a converted model's state, and the control that has as many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from experiments.bases.results import read_rows
+from latte.lab.evaluate.sides import side
+
+
+@torch.no_grad()
+def bytes_of(spec):
+    model, _ = side(spec).load()
+    return model(torch.zeros(1, 300, dtype=torch.long), use_cache=True).past_key_values.nbytes
+
+
+def test_a_window_with_as_many_bytes(folders, measure, capsys):
+    ours = f"converted={folders['converted']}"
+    folder = measure("memory", models=[ours])
+    sizes = {row["part"]: int(row["bytes"]) for row in read_rows(folder / "memory.csv")}
+    assert sizes["all"] == bytes_of(ours) and sizes["local_window"] == 8
+    line = [x for x in (folder / "memory.md").read_text().splitlines() if "converted" in x][0]
+    least, most = (int(cell) for cell in line.strip("| ").split(" | ")[-2:])
+    # The control's state is as large, but for less than a key (and its masks, a byte a key).
+    for window, parts in ((least, ("latent",)), (most, ("latent", "pending"))):
+        extra = bytes_of(f"{ours},mixing=window,local_window={window}")
+        extra -= bytes_of(f"{ours},mixing=window")
+        wanted = sum(sizes[part] for part in parts)
+        room = sizes["key"] + 2 * 2 * (window - 8)
+        assert extra == pytest.approx(wanted, abs=room)
+    measure("memory", models=[f"base={folders['base']}"], code=2)
+    assert "expected a converted model" in capsys.readouterr().err
