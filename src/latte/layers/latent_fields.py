@@ -79,8 +79,8 @@ def option(
     """A dataclass field that is an option.
 
     Args:
-        default: Default value. In configurations it must never change: it is what a file means
-            that was saved before the option existed.
+        default: Default value. That of a configuration must never change: files that were saved
+            before the option existed do not name it, and are loaded with the default.
         help: Meaning, for help texts and pages. Values are in backticks.
         check: Check of the name and the value, unless the value is None and the type has None.
         none: Meaning of a default that is None or empty.

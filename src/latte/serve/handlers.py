@@ -47,6 +47,7 @@ class Endpoint:
     lengths: tuple[str, ...] = ()  # fields with the largest number of tokens, the first counts
     check: Any = None
     last_event = ""
+    prefix = event_kind = ""  # of an answer's id, and the kind of object that each event is
 
     def __init__(
         self, name: str, model: Any, prompts: Prompts, manager: Manager, longest: int | None
@@ -84,11 +85,6 @@ class Endpoint:
         return max(1024, self._model.generation_config.max_new_tokens or 0)
 
     def _whole(self, answering: Answering, body: Body, request_id: str) -> Body:
-        raise NotImplementedError
-
-    def _events(
-        self, answering: Answering, body: Body, request_id: str
-    ) -> AsyncGenerator[str, None]:
         raise NotImplementedError
 
     # --- what they share
@@ -165,20 +161,21 @@ class Endpoint:
         config.sequence_bias = {(token,): x for token, x in bias.items()} or None
         return config
 
-    def _about(self, body: Body, kind: str, name: str) -> Body:
+    def _about(self, kind: str, request_id: str) -> Body:
         """The fields with which each answer, and each event of a stream, begins."""
         return {
-            "id": name,
+            "id": f"{self.prefix}-{request_id}",
             "object": kind,
             "created": int(time.time()),
             "model": self.name,
             "system_fingerprint": f"latte-{__version__}",
         }
 
-    async def _streamed(
-        self, answering: Answering, body: Body, about: Body
+    async def _events(
+        self, answering: Answering, body: Body, request_id: str
     ) -> AsyncGenerator[str, None]:
-        """The events of a stream of completions or of chats."""
+        """The events of a stream, as completions and chats have them."""
+        about = self._about(self.event_kind, request_id)
         counts = (body.get("stream_options") or {}).get("include_usage")
         # If the usage is wanted, each event has the field.
         rest: Body = {"usage": None} if counts else {}
@@ -221,6 +218,7 @@ class Chats(Endpoint):
     check = staticmethod(check_chat)
     lengths = ("max_completion_tokens", "max_tokens")
     last_event = DONE
+    prefix, event_kind = "chatcmpl", "chat.completion.chunk"
 
     def _questions(self, body: Body) -> list[Question]:
         return [self._chat(messages_of(body), body)]
@@ -229,7 +227,7 @@ class Chats(Endpoint):
         return (body.get("top_logprobs") or 0) if body.get("logprobs") else None
 
     def _whole(self, answering: Answering, body: Body, request_id: str) -> Body:
-        about = self._about(body, "chat.completion", f"chatcmpl-{request_id}")
+        about = self._about("chat.completion", request_id)
         choices = [
             {
                 "index": choice.index,
@@ -242,12 +240,6 @@ class Chats(Endpoint):
             for choice in answering.choices[0]
         ]
         return {**about, "choices": choices, "usage": usage(answering)}
-
-    def _events(
-        self, answering: Answering, body: Body, request_id: str
-    ) -> AsyncGenerator[str, None]:
-        about = self._about(body, "chat.completion.chunk", f"chatcmpl-{request_id}")
-        return self._streamed(answering, body, about)
 
     def _first(self, choice: Choice, body: Body) -> list[Body]:
         return [{"delta": {"role": "assistant", "content": "", "refusal": None}}]
@@ -278,6 +270,7 @@ class Completions(Endpoint):
     check = staticmethod(check_completion)
     lengths = ("max_tokens",)
     last_event = DONE
+    prefix, event_kind = "cmpl", "text_completion"
 
     def _questions(self, body: Body) -> list[Question]:
         return [self._question(prompt, body) for prompt in prompts_of(body)]
@@ -302,7 +295,7 @@ class Completions(Endpoint):
         return 16  # as in the API
 
     def _whole(self, answering: Answering, body: Body, request_id: str) -> Body:
-        about = self._about(body, "text_completion", f"cmpl-{request_id}")
+        about = self._about("text_completion", request_id)
         choices: list[Body] = []
         for candidates in answering.choices:
             for choice in _best(candidates, body.get("n") or 1):
@@ -312,12 +305,6 @@ class Completions(Endpoint):
                 whole["logprobs"] = _joined([part["logprobs"] for part in parts])
                 choices.append({**whole, "finish_reason": choice.writer.reason})
         return {**about, "choices": choices, "usage": usage(answering)}
-
-    def _events(
-        self, answering: Answering, body: Body, request_id: str
-    ) -> AsyncGenerator[str, None]:
-        about = self._about(body, "text_completion", f"cmpl-{request_id}")
-        return self._streamed(answering, body, about)
 
     def _first(self, choice: Choice, body: Body) -> list[Body]:
         """The prompt, if it is wanted."""

@@ -98,8 +98,7 @@ class Prompts:
     def apply_chat_template(self, messages: Messages, **options: Any) -> Prompt:
         """The tokens of a chat, with marks. The options are those of the tokenizer's own method."""
         options["add_generation_prompt"] = True
-        text = self._render(messages, options)
-        return self._encode(text, messages, options)
+        return self._encode(messages, options)
 
     def answered(self, prompt: Prompt, answer: str) -> Prompt | None:
         """The chat with the answer, as the next turn begins; None if the prompt was no chat."""
@@ -108,7 +107,7 @@ class Prompts:
         messages, options = prompt.chat
         messages = [*messages, {"role": "assistant", "content": answer}]
         options = {**options, "add_generation_prompt": False}
-        return self._encode(self._render(messages, options), messages, options)
+        return self._encode(messages, options)
 
     def ids(self, text: str) -> np.ndarray:
         """The tokens (T,) int32 of a text that is no chat, as the tokenizer itself splits it."""
@@ -119,20 +118,15 @@ class Prompts:
         """Refuse the long texts that wait for their turn, because the server ends."""
         self._ended = True
 
-    def _encode(self, text: str, messages: Messages, options: dict[str, Any]) -> Prompt:
+    def _encode(self, messages: Messages, options: dict[str, Any]) -> Prompt:
+        text = self._render(messages, options)
         with self._turn(text):
-            ids, marks = self._marked(text, messages, options)
+            ids, starts = self._splits.encode(text)
+            marks = {starts(end - 1) for end in self._ends(text, messages, options)}
         prompt = Prompt.of(ids)
-        prompt.chat, prompt.marks = (messages, options), marks
-        return prompt
-
-    def _marked(
-        self, text: str, messages: Messages, options: dict[str, Any]
-    ) -> tuple[np.ndarray, tuple[int, ...]]:
-        ids, starts = self._splits.encode(text)
-        marks = (starts(end - 1) for end in self._ends(text, messages, options))
         # The token with the last character is left out: in a longer text it may be another token.
-        return ids, tuple(sorted({mark for mark in marks if mark}))
+        prompt.chat, prompt.marks = (messages, options), tuple(sorted(filter(None, marks)))
+        return prompt
 
     @contextlib.contextmanager
     def _turn(self, text: str) -> Iterator[None]:

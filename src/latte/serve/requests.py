@@ -146,15 +146,8 @@ BIAS = Field(
 # Arguments that the server itself passes when it applies a template.
 OWN = {"chat_template", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 OWN |= {"tokenize", "return_dict", "return_tensors", "load_audio_from_video", "conversation"}
-OWN |= {
-    "self",
-    "messages",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-}
+OWN |= {"self", "messages", "padding", "truncation", "max_length", "tokenizer_kwargs"}
+OWN |= {"return_assistant_tokens_mask"}
 TEMPLATE = Field(
     "an object of a template's own variables", lambda x: isinstance(x, dict) and not x.keys() & OWN
 )

@@ -46,24 +46,16 @@ class Evaluation:
 
     folder: Path
     recipe: Recipe | None
-    mixing: str | None
-    device: str | None
-    output: str | None
-    force: bool
+    mixing: str | None = None
+    device: str | None = None
+    output: str | None = None
+    force: bool = False
 
     @classmethod
-    def of(
-        cls,
-        checkpoint: str,
-        *,
-        mixing: str | None = None,
-        device: str | None = None,
-        output: str | None = None,
-        force: bool = False,
-    ) -> Evaluation:
+    def of(cls, checkpoint: str, **options: Any) -> Evaluation:
         """The evaluation of a checkpoint. Raises LatteError if there is none."""
         folder = find_checkpoint(checkpoint)
-        return cls(folder, training_recipe(folder), mixing, device, output, force)
+        return cls(folder, training_recipe(folder), **options)
 
     def on_text(
         self,
