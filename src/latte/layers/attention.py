@@ -27,7 +27,6 @@ from latte.ops import (
     Sinks,
     WindowState,
     macchiato_attention,
-    sliding_window_attention,
     window_log_mass,
 )
 
@@ -182,26 +181,6 @@ class LatteMacchiato(Mixer):
         out, after = self._softmax(self.window, near, context, sinks)
         return out, self._with_sinks(after, sinks)
 
-    def _softmax(
-        self, window: int | None, near: Projected, context: Context, sinks: Sinks | None = None
-    ) -> tuple[Tensor, MixerState]:
-        """Softmax attention over a window of the local keys, or over all of them (None)."""
-        out, tail = context.across(sliding_window_attention)(
-            near.q,
-            near.k,
-            near.v,
-            window=window,
-            scale=self.scale,
-            softcap=self.softcap,
-            causal=self.causal,
-            key_mask=context.key_mask,
-            cu_seqlens=context.cu_seqlens,
-            initial_state=near.state.window,
-            output_final_state=context.output_final_state,
-            partition=sinks and Partition(sinks),
-        )
-        return out, near.state._replace(window=tail)
-
     def sinks(self, projected: Projected, context: Context) -> Sinks | None:
         """The sinks of these tokens' sequences, as queries see them; None without sinks."""
         if not self.num_sinks:
@@ -249,8 +228,6 @@ class LatteMacchiato(Mixer):
             T, W = decay.shape[1], self.window
             decay = F.pad(decay[:, W:], (0, 0, 0, 0, 0, W))[:, :T]
         logits = remembered(projected, decay)
-        if not self.joint_softmax:
-            return logits
         return logits._replace(latent_q=self.mixture(projected, context))
 
     def mixture(self, projected: Projected, context: Context) -> Tensor:

@@ -18,7 +18,7 @@ from latte.layers.mixer import Context, Mixer, MixerState, Projected
 from latte.layers.parts import Rotary
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.step import StepState
-from latte.ops import linear_attention, sliding_window_attention
+from latte.ops import linear_attention
 from latte.ops.api import FEATURE_MAPS
 from latte.ops.reference import visible_sources
 from latte.ops.step import in_dtype, linear_step
@@ -86,19 +86,7 @@ class SlidingWindowAttention(Mixer):
     def _attend(
         self, x_BTE: Tensor, projected: Projected, context: Context
     ) -> tuple[Tensor, MixerState]:
-        out, window = context.across(sliding_window_attention)(
-            projected.q,
-            projected.k,
-            projected.v,
-            window=self.window,
-            softcap=self.softcap,
-            causal=self.causal,
-            key_mask=context.key_mask,
-            cu_seqlens=context.cu_seqlens,
-            initial_state=projected.state.window,
-            output_final_state=context.output_final_state,
-        )
-        return out, projected.state._replace(window=window)
+        return self._softmax(self.window, projected, context)
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         z_BE = self.input.step(x_BE, state)

@@ -14,6 +14,6 @@ class ShardedOps(Protocol):
         """Output and final state of the op, whose ``initial_state`` comes from elsewhere."""
 
 
-def across(op: Callable[..., Any], shards: ShardedOps | None) -> Callable[..., Any]:
-    """The op itself, or the op across shards (:mod:`latte.parallel`)."""
-    return op if shards is None else functools.partial(shards.run, op)
+def across(op: Callable[..., Any], shards: ShardedOps) -> Callable[..., Any]:
+    """The op across shards (:mod:`latte.parallel`)."""
+    return functools.partial(shards.run, op)

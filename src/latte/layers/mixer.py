@@ -23,7 +23,7 @@ from latte.layers.parts import (
 )
 from latte.layers.rollback import PastKeys, Recorded, advance_position, real_tokens, rollback
 from latte.layers.weights import DenseWeights
-from latte.ops import LatteState
+from latte.ops import LatteState, Partition, Sinks, sliding_window_attention
 from latte.ops.pointwise import rotate
 from latte.ops.state import LinearState, WindowState
 
@@ -459,6 +459,26 @@ class Mixer(DenseWeights, InitializedModule):
                 sink_q = rotate(q, *rotary.sinks[:2])
             q, k = rotate(q, rotary.cos, rotary.sin), rotate(k, rotary.cos, rotary.sin)
         return Projected(v, state, q=q, k=k, sink_q=sink_q)
+
+    def _softmax(
+        self, window: int | None, near: Projected, context: Context, sinks: Sinks | None = None
+    ) -> tuple[Tensor, MixerState]:
+        """Softmax attention over a window of the local keys, or over all of them (None)."""
+        out, tail = context.across(sliding_window_attention)(
+            near.q,
+            near.k,
+            near.v,
+            window=window,
+            scale=self.scale,
+            softcap=self.softcap,
+            causal=self.causal,
+            key_mask=context.key_mask,
+            cu_seqlens=context.cu_seqlens,
+            initial_state=near.state.window,
+            output_final_state=context.output_final_state,
+            partition=sinks and Partition(sinks),
+        )
+        return out, near.state._replace(window=tail)
 
     def _local_step(
         self, x_BE: Tensor, state: Any, rotary: Rotary | None
