@@ -25,7 +25,6 @@ from latte.layers.mixer import EMPTY
 from latte.layers.parts import Rotary
 from latte.layers.step import StepState
 from latte.models.cache_name import one_cache
-from latte.ops.step import in_dtype
 
 
 class MacchiatoAttention(LatteMacchiato):
@@ -67,6 +66,8 @@ class MacchiatoAttention(LatteMacchiato):
             fields.num_sinks if fields.has_window(self.layer_idx) else 0,
             fields.delay_latents and self.converted,
             fields.joint_softmax and self.converted,
+            fields.kept_of(self.layer_idx),
+            fields.kept_block,
         )
         self._apply_rotary = sys.modules[type(base).__module__].apply_rotary_pos_emb
         if not self.converted:
@@ -76,6 +77,7 @@ class MacchiatoAttention(LatteMacchiato):
             self.num_heads,
             window_logit=True,
             rms_norm_eps=config.rms_norm_eps,
+            kept_groups=self.num_key_value_heads if self.kept_tokens else 0,
             **fields.latent_options(),
         )
         # In a half-precision base the default dtype is half precision too. New weights will be
@@ -170,7 +172,14 @@ class MacchiatoAttention(LatteMacchiato):
 
     def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         near = self.near(x_BTE, state, context)
-        return near if self.mixing in ("base", "window") else self.with_logits(x_BTE, near, context)
+        if self.mixing == "base":
+            return near
+        if self.mixing == "window":
+            return near._replace(scores=self.scores(x_BTE))
+        return self.with_logits(x_BTE, near, context)
+
+    def scores(self, x_BTE: Tensor) -> Tensor | None:
+        return super().scores(x_BTE.to(self.latents.dtype)) if self.kept_tokens else None
 
     # --- mixing, and its controls ---------------------------------------------------------------
 
@@ -210,12 +219,14 @@ class MacchiatoAttention(LatteMacchiato):
         q, k, v = (x.view(B, -1, self.head_dim) for x in plan.linear_maps(x_BE, *maps))
         if "q_norm" in parts:
             q, k = plan.norm(parts["q_norm"], q), plan.norm(parts["k_norm"], k)
-        logits = None
-        if self.mixing not in ("base", "window"):
-            latents: Any = parts["latents"]
-            logits = latents.step(in_dtype(x_BE, latents.dtype), state)
         local = q, k, v
-        return state.attend(local, self.scale, self.softcap, rotary, logits, self.joint_softmax)
+        if self.mixing not in ("base", "window"):
+            return self._attend_step(x_BE, local, self.scale, rotary, state)
+        if self.mixing == "base" or not self.kept_tokens:
+            return state.attend(local, self.scale, self.softcap, rotary)
+        latents: Any = parts["latents"]
+        score = latents.kept_scores.step(x_BE)
+        return state.attend_kept(local, score, self.scale, self.softcap, rotary)
 
     # --- for inspection -------------------------------------------------------------------------
 
@@ -240,5 +251,5 @@ class MacchiatoAttention(LatteMacchiato):
             return f"the base's own, window={self.base_window}"
         return (
             f"window={self.window}, mixing={self.mixing!r}, num_sinks={self.num_sinks}, "
-            f"delay_latents={self.delay_latents}"
+            f"delay_latents={self.delay_latents}, kept_tokens={self.kept_tokens}"
         )

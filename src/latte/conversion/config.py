@@ -14,7 +14,14 @@ import transformers
 from huggingface_hub.dataclasses import strict
 
 from latte.conversion.bases import BASES
-from latte.layers.latent_fields import ConvertedFields, check_one, option, options_of, window_option
+from latte.layers.latent_fields import (
+    ConvertedFields,
+    check_kept,
+    check_one,
+    option,
+    options_of,
+    window_option,
+)
 from latte.models.config import one_line_errors
 
 Mixing = Literal["learned", "window", "latents", "base"]
@@ -65,6 +72,13 @@ class MacchiatoFields(ConvertedFields):
                 f"converted_layers must be rising numbers of some of {len(layers)} layers, got "
                 f"{chosen!r}"
             )
+        if not isinstance(self.kept_tokens, int) and len(self.kept_tokens) != len(layers):
+            raise ValueError(
+                f"kept_tokens must be one number, or one for each of {len(layers)} layers, got"
+                f" {len(self.kept_tokens)} numbers"
+            )
+        most = max(map(self.kept_of, layers), default=0)
+        check_kept(most, self.delay_latents, self.joint_softmax)
         hidden: int = self.hidden_size  # type: ignore[attr-defined]
         if self.latent_input == "rglru" and hidden % heads:
             raise ValueError(
@@ -82,6 +96,13 @@ class MacchiatoFields(ConvertedFields):
     def is_converted(self, layer_idx: int) -> bool:
         """Whether a layer has a window and latents in the place of the base's own attention."""
         return self.converted_layers is None or layer_idx in self.converted_layers
+
+    def kept_of(self, layer_idx: int) -> int:
+        """The number of tokens of each key/value head that a layer keeps beside its window."""
+        if not self.is_converted(layer_idx):
+            return 0
+        kept = self.kept_tokens
+        return kept if isinstance(kept, int) else kept[layer_idx]
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -121,6 +142,11 @@ class MacchiatoFields(ConvertedFields):
     def layer_kinds(self) -> tuple[str | None, ...]:
         """The kinds of the base's layers, each once; (None,) if it has no kinds."""
         return tuple(dict.fromkeys(getattr(self, "layer_types", None) or [None]))
+
+    def kept_sizes(self, layer_idx: int) -> tuple[int, int, int] | None:
+        """Numbers of kept tokens, of the window's keys and of a block's tokens, if some are kept."""
+        kept = self.kept_of(layer_idx) if self.mixing_of(layer_idx) != "base" else 0
+        return (kept, self.window_of(layer_idx), self.kept_block) if kept else None
 
     def state_grows(self, layer_idx: int) -> bool:
         """Whether a layer's state keeps every token. Only the base's full attention does."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.layers.checks import check_positive
+from latte.layers.latent_fields import KEPT_BLOCK, check_kept
 from latte.layers.latents import HALF_LIFE_RANGE, LatentLogits
 from latte.layers.mixer import EMPTY, Context, Mixer, MixerState, Projected
 from latte.layers.parts import Rotary
@@ -29,6 +30,8 @@ from latte.ops import (
     macchiato_attention,
     window_log_mass,
 )
+from latte.ops.kept import Kept
+from latte.ops.step import in_dtype
 
 
 class LatteMacchiato(Mixer):
@@ -55,6 +58,11 @@ class LatteMacchiato(Mixer):
             two branches share no token.
         joint_softmax: Whether the window's keys and the latents share one softmax (beyond the
             paper): the logsumexp of the window's logits is added to the logit of p(l=0).
+        kept_tokens: Number of tokens of each key/value head that stay visible after they have left
+            the window: those with the largest scores (:class:`latte.layers.KeptScores`). The
+            latents read the others. It needs ``delay_latents`` and ``joint_softmax``.
+        kept_block: Number of tokens after which it is decided anew which tokens are kept. Between
+            two decisions the window has up to ``kept_block - 1`` more keys.
     """
 
     window: int
@@ -63,7 +71,7 @@ class LatteMacchiato(Mixer):
     uses: ClassVar[tuple[str, ...]] = (
         *("num_latents", "latent_input", "forgetting"),
         *("sliding_window", "rope_theta", "window_probability"),
-        *("num_sinks", "delay_latents", "joint_softmax"),
+        *("num_sinks", "delay_latents", "joint_softmax", "kept_tokens"),
     )
 
     def __init__(
@@ -87,12 +95,14 @@ class LatteMacchiato(Mixer):
         num_sinks: int = 0,
         delay_latents: bool = False,
         joint_softmax: bool = False,
+        kept_tokens: int = 0,
+        kept_block: int = KEPT_BLOCK,
         causal: bool = True,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_key_value_heads, head_dim, causal)
         check_positive("LatteMacchiato", window=window)
         self._add_local(window, rope_theta, softcap)
-        self._divide_past(num_sinks, delay_latents, joint_softmax)
+        self._divide_past(num_sinks, delay_latents, joint_softmax, kept_tokens, kept_block)
         self.latents: Any = LatentLogits(
             hidden_size,
             num_heads,
@@ -105,19 +115,31 @@ class LatteMacchiato(Mixer):
             rms_norm_eps=rms_norm_eps,
             forgetting=forgetting,
             half_life_range=half_life_range,
+            kept_groups=self.num_key_value_heads if kept_tokens else 0,
             causal=causal,
         )
 
-    def _divide_past(self, num_sinks: int, delay_latents: bool, joint_softmax: bool) -> None:
-        """Set how window and latents divide the past among themselves."""
-        beyond = num_sinks > 0 or delay_latents or joint_softmax
+    def _divide_past(
+        self,
+        num_sinks: int,
+        delay_latents: bool,
+        joint_softmax: bool,
+        kept_tokens: int = 0,
+        kept_block: int = KEPT_BLOCK,
+    ) -> None:
+        """Set how window, sinks, kept tokens and latents divide the past among themselves."""
+        beyond = num_sinks > 0 or delay_latents or joint_softmax or kept_tokens > 0
         if beyond and not self.causal:
             raise ValueError(
-                "LatteMacchiato: num_sinks, delay_latents and joint_softmax need causal=True, got"
-                " causal=False"
+                "LatteMacchiato: num_sinks, delay_latents, joint_softmax and kept_tokens need"
+                " causal=True, got causal=False"
             )
+        check_kept(kept_tokens, delay_latents, joint_softmax)
         self.num_sinks, self.delay_latents = num_sinks, delay_latents
         self.joint_softmax = joint_softmax
+        self.kept_tokens, self.kept_block = kept_tokens, kept_block
+        if kept_tokens:
+            self.carries = tuple("kept" if x == "window" else x for x in type(self).carries)
         self.partition = Partition(None, delay_latents, joint_softmax) if beyond else None
         self.sink_edge = self.window + num_sinks - 1 if num_sinks else None
 
@@ -126,10 +148,16 @@ class LatteMacchiato(Mixer):
         """Whether a sequence can be divided among processes, which pass no sinks on."""
         return not (self.num_sinks or self.delay_latents)
 
+    def _kept(self, projected: Projected) -> Kept | None:
+        """Which of these tokens stay visible; None if no more are kept."""
+        scores = projected.scores
+        return None if scores is None else Kept(scores, self.kept_tokens, self.kept_block)
+
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
-        names = "window_probability", "num_sinks", "delay_latents", "joint_softmax"
-        own = {name: getattr(config, name) for name in names} | {"window": config.sliding_window}
+        names = "window_probability", "num_sinks", "delay_latents", "joint_softmax", "kept_tokens"
+        own = {name: getattr(config, name) for name in (*names, "kept_block")}
+        own["window"] = config.sliding_window
         local = cls.local_options(config)
         return super().options(config) | LatentLogits.options(config) | own | local
 
@@ -144,7 +172,12 @@ class LatteMacchiato(Mixer):
     def with_logits(self, x_BTE: Tensor, near: Projected, context: Context) -> Projected:
         """The same with the latents' logits and log-decay."""
         q, k, log_decay, state = self.latents(x_BTE, near.state, context)
-        return near._replace(latent_q=q, latent_k=k, log_decay=log_decay, state=state)
+        own = {"log_decay": log_decay, "state": state, "scores": self.scores(x_BTE)}
+        return near._replace(latent_q=q, latent_k=k, **own)
+
+    def scores(self, x_BTE: Tensor) -> Tensor | None:
+        """The scores of the tokens, (B, T, G), if some of them are kept."""
+        return self.latents.kept_scores(x_BTE) if self.kept_tokens else None
 
     # --- mixing ---------------------------------------------------------------------------------
 
@@ -152,10 +185,9 @@ class LatteMacchiato(Mixer):
         self, x_BTE: Tensor, projected: Projected, context: Context
     ) -> tuple[Tensor, MixerState | None]:
         """Both branches, (B, T, H, D), and the state after the tokens if it is wanted."""
-        sinks, partition = None, self.partition
-        if self.num_sinks:
-            sinks = self.sinks(projected, context)
-            partition = Partition(sinks, self.delay_latents, self.joint_softmax)
+        sinks, kept, partition = self.sinks(projected, context), self._kept(projected), None
+        if sinks is not None or kept is not None:
+            partition = Partition(sinks, self.delay_latents, self.joint_softmax, kept)
         out, after = context.across(macchiato_attention)(
             projected.latent_q,
             projected.latent_k,
@@ -171,14 +203,16 @@ class LatteMacchiato(Mixer):
             initial_state=projected.state,
             output_final_state=context.output_final_state,
             log_decay=projected.log_decay,
-            partition=partition,
+            partition=partition or self.partition,
         )
         return out, after if sinks is None else self._with_sinks(after, sinks)
 
     def window_branch(self, near: Projected, context: Context) -> tuple[Tensor, MixerState | None]:
-        """The window alone, (B, T, H, D), with its sinks if it has any, and the state."""
-        sinks = self.sinks(near, context)
-        out, after = self._softmax(self.window, near, context, sinks)
+        """The exact keys alone, (B, T, H, D): window, sinks and kept tokens; and the state."""
+        sinks, kept, partition = self.sinks(near, context), self._kept(near), None
+        if sinks is not None or kept is not None:
+            partition = Partition(sinks, kept=kept)
+        out, after = self._softmax(self.window, near, context, partition)
         return out, self._with_sinks(after, sinks)
 
     def sinks(self, projected: Projected, context: Context) -> Sinks | None:
@@ -195,10 +229,24 @@ class LatteMacchiato(Mixer):
         return after._replace(sinks=WindowState(sinks.keys, sinks.values, sinks.mask))
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        parts: Any = self._modules
-        latents = parts["latents"].step(x_BE, state)
         local, rotary = self._local_step(x_BE, state, rotary)
-        scale = self.head_dim**-0.5
+        return self._attend_step(x_BE, local, self.head_dim**-0.5, rotary, state)
+
+    def _attend_step(
+        self,
+        x_BE: Tensor,
+        local: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        rotary: Rotary | None,
+        state: StepState,
+    ) -> Tensor:
+        """The mixture, (B, H, D), of one token per row: ``local`` are its q, k and v."""
+        module: Any = self._modules["latents"]
+        x_BE = in_dtype(x_BE, module.dtype)
+        latents = module.step(x_BE, state)
+        if self.kept_tokens:
+            score = module.kept_scores.step(x_BE)
+            return state.attend_kept(local, score, scale, self.softcap, rotary, latents)
         return state.attend(local, scale, self.softcap, rotary, latents, self.joint_softmax)
 
     # --- for inspection -------------------------------------------------------------------------
@@ -237,8 +285,8 @@ class LatteMacchiato(Mixer):
         return with_mass(projected.latent_q, self.window_mass(projected, context))
 
     def window_mass(self, projected: Projected, context: Context) -> Tensor:
-        """The logsumexp of the window's logits, sinks included, (B, T, H)."""
-        sinks = self.sinks(projected, context)
+        """The logsumexp of the logits of all exact keys: window, sinks, kept tokens; (B, T, H)."""
+        sinks, kept = self.sinks(projected, context), self._kept(projected)
         return context.across(window_log_mass)(
             projected.q,
             projected.k,
@@ -247,8 +295,8 @@ class LatteMacchiato(Mixer):
             softcap=self.softcap,
             key_mask=context.key_mask,
             cu_seqlens=context.cu_seqlens,
-            initial_state=projected.state.window,
-            partition=sinks and Partition(sinks),
+            initial_state=projected.state.window if kept is None else None,
+            partition=Partition(sinks, kept=kept),
         )
 
 

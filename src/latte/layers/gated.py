@@ -132,8 +132,6 @@ class GatedMacchiato(LatteMacchiato):
         return (q, k, v), rotary
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        latents = self.latents.step(x_BE, state)
         local, rotary = self._local_step(x_BE, state, rotary)
-        scale = self.head_dim**-0.5
-        out_BHD = state.attend(local, scale, self.softcap, rotary, latents, self.joint_softmax)
+        out_BHD = self._attend_step(x_BE, local, self.head_dim**-0.5, rotary, state)
         return self._output(out_BHD, local[2], x_BE)

@@ -19,6 +19,7 @@ LatentInput = Literal["none", "conv", "rglru"]
 Forgetting = Literal["none", "static", "gated"]
 Initial = Literal["auto", "landmarks", "random"]
 LATENT_INPUTS, FORGETTING, INITIAL = map(get_args, (LatentInput, Forgetting, Initial))
+KEPT_BLOCK = 64  # number of tokens after which it is decided anew which tokens are kept
 LATENTS_PER_HEAD = 16  # of a new conversion, if no number of latents is given
 # Options of `latte convert` that have another name than their field.
 FLAGS = {"num_latents": "--latents", "rglru_decay_range": "--decay-range"}
@@ -63,6 +64,21 @@ def check_whole(what: str, value: int, least: int = 1, unit: str = "") -> None:
     if value < least:
         wanted = f"at least {least}{unit}" if least else "0 or more"
         raise ValueError(f"{what} must be {wanted}, got {value}")
+
+
+def check_counts(what: str, value: int | Sequence[int]) -> None:
+    """A number, or several numbers, from 0 on."""
+    for number in [value] if isinstance(value, int) else value:
+        check_whole(what, number, least=0)
+
+
+def check_kept(kept_tokens: int, delay_latents: bool, joint_softmax: bool) -> None:
+    """Kept tokens need latents that read the others alone, in the same softmax."""
+    if kept_tokens and not (delay_latents and joint_softmax):
+        raise ValueError(
+            f"kept_tokens={kept_tokens} needs delay_latents=True and joint_softmax=True, got"
+            f" {delay_latents} and {joint_softmax}"
+        )
 
 
 def check_one(what: str, value: str, choices: tuple[str, ...]) -> None:
@@ -202,6 +218,18 @@ class PartitionFields(LatentFields):
     joint_softmax: bool = option(
         False, "the window's keys and the latents share one softmax", check_switch
     )
+    # Beyond the paper. The latents read only the tokens that are not kept.
+    kept_tokens: int = option(
+        0,
+        "number of tokens, of each key/value head, that stay visible after they have left the"
+        " window: those with the largest scores",
+        partial(check_whole, least=0),
+    )
+    kept_block: int = option(
+        KEPT_BLOCK,
+        "number of tokens after which it is decided anew which tokens are kept",
+        partial(check_whole, unit=" token"),
+    )
 
 
 @dataclass(kw_only=True, repr=False)
@@ -209,6 +237,12 @@ class ConvertedFields(PartitionFields):
     """Options that a converted model's configuration and a new conversion have."""
 
     window_probability: float = with_default(LatentFields, "window_probability", 0.95)
+    kept_tokens: int | Sequence[int] = option(
+        0,
+        "number of tokens, of each key/value head, that stay visible after they have left the"
+        " window: one number, or one for each layer of the base",
+        check_counts,
+    )
     # Without it the state of kept layers, and the time of a step, grow with the text.
     kept_window: int | None = option(
         None,

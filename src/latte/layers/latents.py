@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from latte.layers.checks import check_choice, check_multiple
+from latte.layers.kept_scores import KeptScores
 from latte.layers.latent_fields import (
     FORGETTING,
     LATENT_INPUTS,
@@ -124,11 +125,13 @@ class LatentLogits(InitializedModule):
             0. It is set by a bias on the window's logit; None adds no bias.
         forgetting: Kind of forgetting, ``"none"``, ``"static"`` or ``"gated"``.
         half_life_range: Shortest and longest initial half-life of a head's latents, in tokens.
+        kept_groups: Number of key/value heads, if there are kept tokens: the module then has their
+            scores, ``kept_scores``. 0: there are none.
         source: Other arguments of :class:`LatentInput`.
     """
 
     undecayed: tuple[str, ...] = ("decay_proj.weight",)
-    stepped = ("input",)
+    stepped = ("input", "kept_scores")
 
     def __init__(
         self,
@@ -141,6 +144,7 @@ class LatentLogits(InitializedModule):
         window_probability: float | None = None,
         forgetting: str = "none",
         half_life_range: Sequence[float] = HALF_LIFE_RANGE,
+        kept_groups: int = 0,
         **source: Any,
     ) -> None:
         super().__init__()
@@ -165,6 +169,8 @@ class LatentLogits(InitializedModule):
             self.decay_bias = nn.Parameter(torch.empty(num_latents))
         if forgetting == "gated":
             self.decay_proj = nn.Linear(hidden_size, num_latents, bias=False)
+        if kept_groups:
+            self.kept_scores = KeptScores(hidden_size, kept_groups)
         self.reset_parameters()
 
     def initial_values(self) -> dict[str, Tensor]:

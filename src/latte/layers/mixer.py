@@ -23,7 +23,8 @@ from latte.layers.parts import (
 )
 from latte.layers.rollback import PastKeys, Recorded, advance_position, real_tokens, rollback
 from latte.layers.weights import DenseWeights
-from latte.ops import LatteState, Partition, Sinks, sliding_window_attention
+from latte.ops import LatteState, Partition, sliding_window_attention
+from latte.ops.kept import KeptState
 from latte.ops.pointwise import rotate
 from latte.ops.state import LinearState, WindowState
 
@@ -48,6 +49,8 @@ class MixerState(NamedTuple):
             when it leaves the window; and those tokens' values, (B, 1, G, D) where the window holds
             all but the oldest.
         sinks: Local keys and values of a sequence's first tokens, if those stay visible.
+        kept: Kept tokens and the window's, if some stay visible after they have left the window.
+            There is then no ``window`` and no ``pending``.
         sources: Keys of all tokens so far, if set, for weights over the past: O(T) memory.
         recorded: Tokens that can be taken back, if set.
     """
@@ -62,6 +65,7 @@ class MixerState(NamedTuple):
     own: Tensor | None = None
     pending: WindowState | None = None
     sinks: WindowState | None = None
+    kept: KeptState | None = None
     sources: PastKeys | None = None
     recorded: Recorded | None = None
 
@@ -134,6 +138,7 @@ class Projected(NamedTuple):
         q, k: Local queries (B, T, H, K) and keys (B, T, G, K), rotated.
         sink_q: Local queries for the sinks, in a rotation of their own, (B, T, H, K).
         log_decay: Log-decay of the latents at each token, (B, T, H, L).
+        scores: Scores of the tokens, of which some stay visible, (B, T, G).
         features: Features phi(q) and phi(k) of linear attention, (B, T, H, F).
         extra: What else :meth:`Mixer._attend` needs, of any type.
     """
@@ -146,6 +151,7 @@ class Projected(NamedTuple):
     k: Any = None
     sink_q: Tensor | None = None
     log_decay: Tensor | None = None
+    scores: Tensor | None = None
     features: tuple[Tensor, Tensor] | None = None
     extra: Any = None
 
@@ -390,7 +396,7 @@ class Mixer(DenseWeights, InitializedModule):
             raise ValueError(
                 f"{name}: state must be the MixerState that came out, got {type(state).__name__}"
             )
-        parts = ("latent", "linear", "window", "short_conv", "own")
+        parts = ("latent", "linear", "window", "kept", "short_conv", "own")
         held = {part for part in parts if getattr(state, part) is not None}
         lacking = [part for part in self.carries if part not in held]
         if held and lacking:
@@ -461,9 +467,17 @@ class Mixer(DenseWeights, InitializedModule):
         return Projected(v, state, q=q, k=k, sink_q=sink_q)
 
     def _softmax(
-        self, window: int | None, near: Projected, context: Context, sinks: Sinks | None = None
+        self,
+        window: int | None,
+        near: Projected,
+        context: Context,
+        partition: Partition | None = None,
     ) -> tuple[Tensor, MixerState]:
-        """Softmax attention over a window of the local keys, or over all of them (None)."""
+        """Softmax attention over a window of the local keys, or over all of them (None).
+
+        Sinks, and kept tokens, are those of ``partition``.
+        """
+        part = "kept" if partition is not None and partition.kept is not None else "window"
         out, tail = context.across(sliding_window_attention)(
             near.q,
             near.k,
@@ -474,11 +488,11 @@ class Mixer(DenseWeights, InitializedModule):
             causal=self.causal,
             key_mask=context.key_mask,
             cu_seqlens=context.cu_seqlens,
-            initial_state=near.state.window,
+            initial_state=getattr(near.state, part),
             output_final_state=context.output_final_state,
-            partition=sinks and Partition(sinks),
+            partition=partition,
         )
-        return out, near.state._replace(window=tail)
+        return out, near.state._replace(**{part: tail})
 
     def _local_step(
         self, x_BE: Tensor, state: Any, rotary: Rotary | None

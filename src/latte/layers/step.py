@@ -21,6 +21,7 @@ from latte.layers.mixer import MixerState
 from latte.layers.parts import Rotary
 from latte.layers.plan import UNPLANNED, LayerParts, StepPlan
 from latte.layers.rollback import map_tensors
+from latte.ops.kept_step import KeptBuffers, kept_step
 from latte.ops.state import (
     LatteState,
     LinearState,
@@ -42,6 +43,9 @@ class StepContext:
             ring that grows.
         length: Number of used slots of a growing ring; None if all slots are read.
         real: Whether the current token of each row is a real one, (B,) bool; None if all are.
+        phases: Number of real tokens of each row since its last multiple of ``block``; None if the
+            host does not know.
+        block: Number of tokens after which kept tokens are chosen anew; 0 if none are kept.
         plan: What the current step calls and what it reads.
     """
 
@@ -51,6 +55,17 @@ class StepContext:
     length: int | None = None
     real: Tensor | None = None
     plan: StepPlan = UNPLANNED
+    phases: list[int] | None = None
+    block: int = 0
+
+    def count_phases(self, block: int) -> None:
+        """Find the rows' phases, once, from their positions."""
+        self.block, self.phases = block, (self.position % block).tolist()
+
+    @property
+    def update(self) -> bool | None:
+        """Whether kept tokens of a row are chosen anew at this token; None if unknown."""
+        return None if self.phases is None else 0 in self.phases
 
     def advance(self) -> None:
         """Advance to the next token, after all layers have read the current one."""
@@ -63,6 +78,10 @@ class StepContext:
                 slot.remainder_(number(size, slot))
         if self.length is not None:
             self.length += 1
+        if self.phases is not None:
+            steps = [1] * len(self.phases) if self.real is None else self.real.tolist()
+            pairs = zip(self.phases, steps, strict=True)
+            self.phases = [(phase + step) % self.block for phase, step in pairs]
         self.real, self.plan = None, UNPLANNED
 
 
@@ -74,6 +93,7 @@ class StepState:
     it grows. ``step_context`` is shared by all layers. With delayed latents, ``pending`` (B, H, W,
     L) holds the latent keys of the ring's tokens: the latents read a token when its slot is reused.
     ``sinks`` are keys and values (B, G, n, ...); slots of tokens not read yet are empty.
+    ``kept_sizes`` are the numbers of kept tokens, of the window's keys, and of a block's tokens.
     """
 
     step_context: StepContext
@@ -85,20 +105,37 @@ class StepState:
     short_conv: Tensor | None = None
     pending: Tensor | None = None
     sinks: tuple[Tensor, Tensor] | None = None
+    kept: KeptBuffers | None = None
     size: int = 0
+    kept_sizes: tuple[int, int, int] | None = None
 
     @classmethod
     def of(
-        cls, state: MixerState, step_context: StepContext, *, room: int | None, masked: bool
+        cls,
+        state: MixerState,
+        step_context: StepContext,
+        *,
+        room: int | None,
+        masked: bool,
+        kept_sizes: tuple[int, int, int] | None = None,
     ) -> StepState:
         """Buffers with a copy of a state.
 
         Args:
             room: Number of slots of the ring of a state that grows; None if it does not grow.
             masked: Whether to store which slots hold a real token. If not, all do.
+            kept_sizes: As above, of a state with kept tokens.
         """
         parts = (state.latent, state.linear, None, state.rglru, state.conv, state.short_conv)
         made = cls(step_context, *map_tensors(_copy, parts))
+        if state.sinks is not None:
+            sink_k, sink_v, there = state.sinks
+            blank = ~there[..., None, None]
+            sink_k, sink_v = (_slots_first(x.masked_fill(blank, 0)) for x in (sink_k, sink_v))
+            made.sinks = sink_k, sink_v
+        if state.kept is not None:
+            assert kept_sizes is not None
+            made.kept, made.kept_sizes = KeptBuffers.of(state.kept, *kept_sizes), kept_sizes
         if state.window is None:
             return made
         held = state.window.mask.shape[1]
@@ -114,16 +151,10 @@ class StepState:
 
         keys, values, mask = state.window
         if state.pending is not None:
-            unread = with_all_values(state.pending, state.window)
             # The oldest of W tokens is in the slot that comes next.
             unread = with_all_values(state.pending, state.window)
             latent_k, values, mask = (x.roll(-1, 1) for x in unread)
             made.pending = ring(latent_k)
-        if state.sinks is not None:
-            sink_k, sink_v, there = state.sinks
-            blank = ~there[..., None, None]
-            sink_k, sink_v = (_slots_first(x.masked_fill(blank, 0)) for x in (sink_k, sink_v))
-            made.sinks = sink_k, sink_v
         mask_BW = ring(mask[..., None])[..., 0] if masked else None
         made.ring = Ring(ring(keys), ring(values), mask_BW)
         return made
@@ -152,7 +183,10 @@ class StepState:
             keys, values = (_slots_first(x) for x in self.sinks)
             mask = torch.arange(keys.shape[1], device=position.device) < position[:, None]
             sinks = WindowState(keys, values, mask)
-        parts: Any = {"pending": pending, "sinks": sinks}
+        kept = None
+        if self.kept is not None and self.kept_sizes is not None:
+            kept = self.kept.state(position, *self.kept_sizes)
+        parts: Any = {"pending": pending, "sinks": sinks, "kept": kept}
         return MixerState(position, latent, linear, window, rglru, conv, short_conv, **parts)
 
     def _newest(self, keys: Tensor, ring: Ring, count: int) -> WindowState:
@@ -174,7 +208,7 @@ class StepState:
         """All buffers, in nested tuples."""
         return (
             *(self.latent, self.linear, self.ring, self.rglru, self.conv, self.short_conv),
-            *(self.pending, self.sinks),
+            *(self.pending, self.sinks, self.kept),
         )
 
     def attend(
@@ -194,10 +228,7 @@ class StepState:
         step_context = self.step_context
         table = None if rotary is None else rotary[:2]
         options: Any = {"scale": scale, "softcap": softcap, "rotary": table}
-        sinks = None
-        if self.sinks is not None:
-            far = None if rotary is None else rotary.sinks[:2]
-            sinks = StepSinks(*self.sinks, step_context.position, far)
+        sinks = self._sinks(rotary)
         where: Any = self.ring, self.slot, step_context.real
         if latents is None:
             length = None if self.size or step_context.length is None else step_context.length + 1
@@ -207,10 +238,45 @@ class StepState:
         state = self.latent.log_mass, self.latent.mean
         return macchiato_step(*latents[:2], *local, *state, *where, sinks=sinks, **options)
 
+    def attend_kept(
+        self,
+        local: tuple[Tensor, Tensor, Tensor],
+        score: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        rotary: Rotary | None = None,
+        latents: tuple[Tensor, Tensor, Tensor | None] | None = None,
+    ) -> Tensor:
+        """As :meth:`attend`, with kept tokens: ``score`` (B, G) is that of this token."""
+        assert self.kept is not None
+        assert self.kept_sizes is not None
+        step_context, far = self.step_context, None
+        if latents is not None and self.latent is not None:
+            far = *latents, self.latent.log_mass, self.latent.mean
+        count, window, block = self.kept_sizes
+        return kept_step(
+            *(*local, score, self.kept, step_context.position, step_context.real),
+            count=count,
+            window=window,
+            block=block,
+            scale=scale,
+            softcap=softcap,
+            rotary=None if rotary is None else rotary[:2],
+            sinks=self._sinks(rotary),
+            latents=far,
+            update=step_context.update,
+        )
+
+    def _sinks(self, rotary: Rotary | None) -> StepSinks | None:
+        if self.sinks is None:
+            return None
+        far = None if rotary is None else rotary.sinks[:2]
+        return StepSinks(*self.sinks, self.step_context.position, far)
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepState:
         """The same with ``fn`` applied to each buffer (B, ...)."""
         made = StepState(self.step_context, *map_tensors(fn, self.parts))
-        made.size = self.size
+        made.size, made.kept_sizes = self.size, self.kept_sizes
         return made
 
 

@@ -33,15 +33,19 @@ class LatteCacheLayer(CacheLayerMixin):
         grows: Whether the state keeps every token (full softmax attention). Then tokens can be
             removed at any time. Otherwise removal needs recording
             (:meth:`activate_past_recording`).
+        kept_sizes: Numbers of kept tokens, of the window's keys and of a block's tokens; None
+            without kept tokens.
     """
 
     is_croppable = True
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, grows: bool = False) -> None:
+    def __init__(
+        self, grows: bool = False, kept_sizes: tuple[int, int, int] | None = None
+    ) -> None:
         # The base's __init__ is not called: the attributes it sets are read-only properties here.
-        self.grows = grows
+        self.grows, self.kept_sizes = grows, kept_sizes
         self.record_past = False
         self.is_compileable = False  # set by the cache if its buffers keep their addresses
         self.device: torch.device | None = None
@@ -264,7 +268,9 @@ class LatteCache(Cache):
         self, config: Any, offloading: bool = False, max_cache_len: int | None = None
     ) -> None:
         layers = range(config.num_hidden_layers)
-        super().__init__(layers=[LatteCacheLayer(config.state_grows(index)) for index in layers])
+        kept_sizes = getattr(config, "kept_sizes", lambda index: None)
+        of = [(config.state_grows(index), kept_sizes(index)) for index in layers]
+        super().__init__(layers=[LatteCacheLayer(*each) for each in of])
         self.offload_layers, self.max_cache_len = offloading, max_cache_len
         # A compiled step reads this. It would be compiled again for every value of a length.
         self.is_static = max_cache_len is not None
@@ -390,6 +396,9 @@ class LatteCache(Cache):
         step_context = StepContext(
             position.clone(), torch.zeros((), dtype=torch.long, device=position.device)
         )
+        blocks = [layer.kept_sizes[2] for layer in self.layers if layer.kept_sizes is not None]
+        if blocks and not self.is_static:
+            step_context.count_phases(blocks[0])
         room = self.max_cache_len
         if room is None:
             step_context.length, room = seen, seen + max(64, seen // 4)
@@ -402,7 +411,13 @@ class LatteCache(Cache):
             if seen > room and any(layer.grows for layer in self.layers):
                 raise ValueError(f"expected at most max_cache_len={room} tokens, got {seen}")
         made = [
-            StepState.of(state, step_context, room=room if layer.grows else None, masked=masked)
+            StepState.of(
+                state,
+                step_context,
+                room=room if layer.grows else None,
+                masked=masked,
+                kept_sizes=layer.kept_sizes,
+            )
             for layer, state in zip(self.layers, states, strict=True)
         ]
         for layer, buffers in zip(self.layers, self._at_home(made), strict=True):
@@ -446,6 +461,8 @@ class LatteCache(Cache):
         step_context = replace(
             buffers[0].step_context, position=fn(buffers[0].step_context.position)
         )
+        if step_context.phases is not None:
+            step_context.count_phases(step_context.block)
         made = self._at_home([replace(x.map(fn), step_context=step_context) for x in buffers])
         for layer, x in zip(self.layers, made, strict=True):
             layer.buffers = x

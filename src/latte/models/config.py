@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
 
 from latte.errors import LatteError
-from latte.layers.latent_fields import PartitionFields, window_option
+from latte.layers.latent_fields import PartitionFields, check_kept, window_option
 from latte.models.registry import (
     find_mixer,
     mixer_names,
@@ -188,7 +188,8 @@ class LatteConfig(PartitionFields, PreTrainedConfig):
             raise ValueError(
                 f"value_dim must be None for mixer={self.mixer!r}, got {self.value_dim}"
             )
-        for name in ("num_sinks", "delay_latents", "joint_softmax"):
+        check_kept(self.kept_tokens, self.delay_latents, self.joint_softmax)
+        for name in ("num_sinks", "delay_latents", "joint_softmax", "kept_tokens"):
             value = getattr(self, name)
             if value and name not in uses:
                 raise ValueError(f"{name} must not be set for mixer={self.mixer!r}, got {value}")
@@ -223,6 +224,11 @@ class LatteConfig(PartitionFields, PreTrainedConfig):
     def state_grows(self, layer_idx: int) -> bool:
         """Whether a layer's state keeps every token. Only full softmax attention does."""
         return find_mixer(self.mixer).grows
+
+    def kept_sizes(self, layer_idx: int) -> tuple[int, int, int] | None:
+        """Numbers of kept tokens, of the window's keys and of a block's tokens, if some are kept."""
+        window = self.sliding_window
+        return (self.kept_tokens, window, self.kept_block) if self.kept_tokens and window else None
 
     @property
     def embedding_scale(self) -> float:

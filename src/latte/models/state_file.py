@@ -21,6 +21,7 @@ from latte.layers.mixer import MixerState
 from latte.models.cache import LatteCache
 from latte.models.parameters import identifying_weights
 from latte.models.tensor_file import check_finite, damaged, read_tensors, write_tensors
+from latte.ops.kept import KeptState
 from latte.ops.state import LatteState, LinearState, WindowState
 
 KIND = "state"
@@ -32,10 +33,13 @@ TUPLES: dict[str, Any] = {
     "window": WindowState,
     "pending": WindowState,
     "sinks": WindowState,
+    "kept": KeptState,
 }
-OF_ACTIVATIONS = ("window", "pending", "sinks", "conv", "short_conv")  # in the model's dtype
+# Parts, and fields of parts, in the model's dtype.
+OF_ACTIVATIONS = ("window", "pending", "sinks", "conv", "short_conv")
+OF_ACTIVATIONS += ("kept.keys", "kept.values", "kept.latent_keys")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-EMPTY = ("latent.log_mass", "pending.keys")  # -inf is a latent, or a key, that holds nothing
+EMPTY = ("latent.log_mass", "pending.keys", "kept.scores", "kept.latent_keys")  # -inf is a latent, or a key, that holds nothing
 NOT_KEPT = ("sources", "recorded")  # they grow with the number of tokens
 # Fields of every Transformers configuration do not change how a model reads a text.
 IGNORED = (PreTrainedConfig().to_dict().keys() - {"model_type"}) | {"use_cache"}
@@ -139,7 +143,9 @@ def read_state(
             part, _, field = name.removeprefix(prefix).partition(".")
             x = tensors[name]
             # Copied even if nothing is converted, so that the file does not stay open.
-            x = x.to(device, _dtype_of(part, x, dtype, decoder.dtype), copy=True)
+            of_activations = {part, f"{part}.{field}"} & {*OF_ACTIVATIONS}
+            kind = _dtype_of(bool(of_activations), x, dtype, decoder.dtype)
+            x = x.to(device, kind, copy=True)
             if field:
                 parts.setdefault(part, {})[field] = x
             else:
@@ -166,13 +172,14 @@ def _check(path: Path, tensors: Mapping[str, Tensor], tokens: int, decoder: Any)
     position = tensors["layers.0.position"]
     batch = position.shape[0] if position.ndim else 1
     for name, x in tensors.items():
-        (_, index, part, *_), one = name.split("."), like[name]
+        (_, index, part, *field), one = name.split("."), like[name]
         shape = [batch, *one.shape[1:]]
         if cache.layers[int(index)].grows and part == "window":
             shape[1:2] = tensors[f"layers.{index}.window.mask"].shape[1:2]
         dtypes: tuple[torch.dtype, ...] = (one.dtype,)
         if one.is_floating_point():  # autocast has activations of other dtypes than the model's
-            dtypes = FLOATS if part in OF_ACTIVATIONS else (torch.float32, torch.float64)
+            of_activations = {part, ".".join([part, *field])} & {*OF_ACTIVATIONS}
+            dtypes = FLOATS if of_activations else (torch.float32, torch.float64)
         if list(x.shape) != shape or x.dtype not in dtypes:
             expected, got = f"{tuple(shape)} of {one.dtype}", f"{tuple(x.shape)} of {x.dtype}"
             raise damaged(path, KIND, f"{name}: expected {expected}, got {got}")
@@ -198,14 +205,17 @@ def _tensors(cache: LatteCache) -> Iterator[tuple[str, Tensor]]:
                 yield at, value
             elif value is not None and part not in NOT_KEPT:
                 fields: Any = value
-                yield from ((f"{at}.{name}", getattr(fields, name)) for name in fields._fields)
+                named = ((f"{at}.{name}", getattr(fields, name)) for name in fields._fields)
+                yield from ((name, x) for name, x in named if x is not None)
 
 
-def _dtype_of(part: str, x: Tensor, before: torch.dtype, now: torch.dtype) -> torch.dtype:
+def _dtype_of(
+    of_activations: bool, x: Tensor, before: torch.dtype, now: torch.dtype
+) -> torch.dtype:
     """The dtype of a part of the state, for a model in dtype ``now``, saved in dtype ``before``."""
     if before == now or not x.is_floating_point():
         return x.dtype
-    return now if part in OF_ACTIVATIONS else torch.promote_types(now, torch.float32)
+    return now if of_activations else torch.promote_types(now, torch.float32)
 
 
 def bits_of(config: dict[str, Any]) -> str:

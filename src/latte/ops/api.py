@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import cpp_backend, kept_call, reference, triton_backend
+from latte.ops import cpp_backend, kept_call, reference, reference_kept, triton_backend
 from latte.ops.arguments import NO_SINKS, NO_STATE, NO_WINDOW
 from latte.ops.backend import choose, is_step
 from latte.ops.checks import (
@@ -472,7 +472,8 @@ def window_log_mass(
 
     Args:
         q, k, window, scale, softcap: Arguments as for :func:`macchiato_attention`.
-        partition: Its ``sinks`` count too.
+        partition: Its ``sinks``, and ``kept`` tokens, count too. With kept tokens there can be no
+            state, and time and memory are O(T^2).
         initial_state: ``WindowState`` before the first token. Not together with ``cu_seqlens``.
 
     Returns:
@@ -492,8 +493,14 @@ def window_log_mass(
     if cu_seqlens is not None and initial_state is not None:
         raise ValueError(f"{op}: expected cu_seqlens or initial_state, got both")
     initial_state = check_window_state(op, initial_state, window, N, k, None)
-    sinks = check_sinks(op, sinks_alone(op, partition), sizes, N, q, causal=True)
+    sinks = check_sinks(op, sinks_alone(op, partition, kept=True), sizes, N, q, causal=True)
     local = Local.of(window, scale, softcap, sizes["K"])
+    kept = check_kept(op, partition and partition.kept, sizes, q, causal=True)
+    if kept is not None:
+        if initial_state is not None:
+            raise ValueError(f"{op}: expected kept tokens or initial_state, got both")
+        plan = reference_kept.Plan(kept, window, sequences, None, sinks)
+        return reference_kept.log_mass(plan, q, k, local, sinks)
     seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
 
     def run(q: Any, k: Any, tail_k: Any, *far: Any) -> tuple[Tensor]:

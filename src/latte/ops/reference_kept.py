@@ -132,11 +132,7 @@ def kept_weights(
     def heads(x_BGTS: Tensor) -> Tensor:
         return x_BGTS[:, :, :T].repeat_interleave(R, 1)
 
-    logits, seen = [window_logits(q_BTHK, keys_BSGK, local)], [heads(places.window | places.kept)]
-    if sinks is not None:
-        far_q, far_k = wide(sinks.q, sinks.keys)
-        logits.append(window_logits(far_q, far_k, local))
-        seen.append(places.sinks[:, :, :T].expand(-1, H, -1, -1))
+    logits, seen = _exact(q_BTHK, keys_BSGK, local, places, sinks)
     L = 0
     if latents is not None and latent_k_BSHL is not None:
         (latent_q,), L = wide(latents.q), latents.k.shape[-1]
@@ -156,6 +152,35 @@ def kept_weights(
         weights = weights + share * within[..., 1:]
         of_state[latent] = share * within[..., :1]
     return weights, of_sinks, torch.cat([weights[..., :0], *of_state], -1)
+
+
+def _exact(
+    q_BTHK: Tensor, keys_BSGK: Tensor, local: Local, places: Places, sinks: Sinks | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The logits of all sources (B, H, T, S) and sinks (B, H, T, n), and which of them are seen."""
+    _, T, H, _ = q_BTHK.shape
+    near = (places.window | places.kept)[:, :, :T]
+    logits = [window_logits(q_BTHK, keys_BSGK, local)]
+    seen = [near.repeat_interleave(H // keys_BSGK.shape[2], 1)]
+    if sinks is not None:
+        logits.append(window_logits(*wide(sinks.q, sinks.keys), local))
+        seen.append(places.sinks[:, :, :T].expand(-1, H, -1, -1))
+    return logits, seen
+
+
+def log_mass(
+    plan: Plan, q_BTHK: Tensor, k_BTGK: Tensor, local: Local, sinks: Sinks | None
+) -> Tensor:
+    """The logsumexp of the logits of all exact keys, (B, T, H); for sequences without a past."""
+    if plan.sequences.cu_seqlens is not None:
+        pieces = _alone(plan, (q_BTHK, k_BTGK, k_BTGK), sinks, None)
+        return torch.cat([log_mass(x, q, k, local, far) for x, (q, k, _), far, _ in pieces], 1)
+    places = Places.of(*plan[:2], plan.sequences.key_mask, None, sinks)
+    k_BTGK = without_masked(plan.sequences.key_mask, k_BTGK)
+    q_BTHK = without_masked(plan.sequences.key_mask, q_BTHK)
+    logits, seen = (torch.cat(x, -1) for x in _exact(*wide(q_BTHK, k_BTGK), local, places, sinks))
+    lowest = torch.finfo(logits.dtype).min / 2
+    return logits.masked_fill(~seen, lowest).logsumexp(-1).transpose(1, 2)
 
 
 def _within(latents: KeptLatents, k_BSHL: Tensor, latent: int, read_BHTS: Tensor) -> Tensor:
