@@ -370,7 +370,7 @@ def _flat(sinks: StepSinks | None) -> tuple[Tensor | None, ...]:
     return *sinks[:3], *(sinks.rotary or (None, None))
 
 
-def _rotated(x: Tensor, rotary: TokenRotary | None) -> Tensor:
+def rotated(x: Tensor, rotary: TokenRotary | None) -> Tensor:
     """Queries or keys (B, H, K), their pairs (i, i + K/2) turned."""
     if rotary is None:
         return x
@@ -400,9 +400,9 @@ def _attend(
     Also the logsumexp of the logits, (B, H, 1), if it is wanted.
     """
     (B, H, K), G, D = q.shape, k.shape[1], v.shape[-1]
-    q_far = None if sinks is None else _rotated(q, sinks.rotary or rotary)
+    q_far = None if sinks is None else rotated(q, sinks.rotary or rotary)
     if rotary is not None:
-        q, k = _rotated(torch.cat([q, k], 1), rotary).split([H, G], 1)
+        q, k = rotated(torch.cat([q, k], 1), rotary).split([H, G], 1)
     if real is not None:
         k, v = (x.masked_fill(~real[:, None, None], 0.0) for x in (k, v))
     ring.keys.index_copy_(2, slot, in_dtype(k, ring.keys.dtype).unsqueeze(2))
@@ -426,7 +426,9 @@ def _attend(
     logits, W = logits_of(q, keys), keys.shape[2]
     if sinks is not None:
         assert q_far is not None
-        gone = _take_sinks(sinks, k, v, real, ring.keys.shape[2])
+        take_sinks(sinks, k, v, real)
+        slots_n = torch.arange(sinks.keys.shape[2], device=sinks.position.device)
+        gone = sinks.position[:, None] - slots_n >= ring.keys.shape[2]
         logits = torch.cat([logits, logits_of(q_far, sinks.keys)], -1)
         mask = torch.cat([mask if mask is not None else gone.new_ones(B, W), gone], 1)
     if softcap is not None:
@@ -446,8 +448,8 @@ def _attend(
     return out.view(B, H, D), log_mass
 
 
-def _take_sinks(sinks: StepSinks, k: Tensor, v: Tensor, real: Tensor | None, window: int) -> Tensor:
-    """Puts the token among the sinks if it is one: which have left the window, (B, n) bool."""
+def take_sinks(sinks: StepSinks, k: Tensor, v: Tensor, real: Tensor | None) -> None:
+    """Puts the token among the sinks if it is one."""
     place_B1 = sinks.position[:, None]
     slots_n = torch.arange(sinks.keys.shape[2], device=place_B1.device)
     here_Bn = place_B1 == slots_n
@@ -456,4 +458,3 @@ def _take_sinks(sinks: StepSinks, k: Tensor, v: Tensor, real: Tensor | None, win
     for held, new in ((sinks.keys, k), (sinks.values, v)):
         new = in_dtype(new, held.dtype).unsqueeze(2)
         held.copy_(torch.where(here_Bn[:, None, :, None], new, held))
-    return place_B1 - slots_n >= window

@@ -1,0 +1,194 @@
+"""Steps with kept tokens against the op over the whole sequence: outputs, and what is held."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from latte.ops import (
+    Kept,
+    Partition,
+    Sinks,
+    macchiato_attention,
+    sliding_window_attention,
+    use_backend,
+)
+from latte.ops.kept import KeptState
+from latte.ops.kept_step import KeptBuffers, kept_step
+from latte.ops.step import StepSinks
+from latte.ops.tensors import computation_dtype
+from tests.ops.helpers import F64, assert_same, macchiato_inputs, randn
+
+B, T, H, G, L, K, D, SINKS = 3, 40, 4, 2, 3, 6, 5, 3
+
+
+def real_tokens():
+    """Rows at different positions, with padding at the beginning, within and at the end."""
+    mask = randn(B, T, seed=11) > -0.4
+    mask[0, :9], mask[1, -7:], mask[2] = False, False, True
+    return mask
+
+
+class Case:
+    """A sequence and its op, of which steps go on after the first tokens.
+
+    Attributes:
+        numbers: count, window and block.
+    """
+
+    def __init__(
+        self,
+        count=4,
+        window=5,
+        block=4,
+        *,
+        forgets=None,
+        sinks=0,
+        latents=True,
+        dtype=F64,
+        masked=True,
+        softcap=None,
+        groups=G,
+        same=False,
+    ):
+        self.numbers: Any = {"count": count, "window": window, "block": block}
+        self.latents, self.n, self.dtype = latents, sinks, dtype
+        self.inputs = [x.to(dtype) for x in macchiato_inputs(B, T, H, groups, L, K, D)]
+        scores = randn(B, T, groups, seed=30).mul(2).round()  # many equal ones
+        scores[:, 3::7, 0], scores[:, 2::5, -1] = -torch.inf, torch.nan
+        self.scores = (scores * 0 if same else scores).to(dtype)
+        self.mask = real_tokens() if masked else torch.ones(B, T, dtype=torch.bool)
+        wide = computation_dtype(dtype)
+        self.decay = None
+        if forgets:
+            shape = (H, L) if forgets == "static" else (B, T, H, L)
+            self.decay = -randn(*shape, seed=40).to(wide).abs()
+        self.local = {"scale": 0.4, "softcap": softcap}
+        self.angle = torch.tensor(0.7, dtype=F64)
+
+    def far(self):
+        """The first real tokens of each row, and queries that are turned for them."""
+        if not self.n:
+            return None
+        q, k, v = self.inputs[2:]
+        first = [self.mask[b].nonzero()[: self.n, 0] for b in range(B)]
+        keys, values = (torch.stack([x[b, i] for b, i in enumerate(first)]) for x in (k, v))
+        there = torch.ones(B, self.n, dtype=torch.bool)
+        return Sinks(self.turned(q), keys, values, there)
+
+    def turned(self, x):
+        first, second = x.to(F64).chunk(2, -1)
+        cos, sin = self.angle.cos(), self.angle.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x)
+
+    def table(self):
+        cos, sin = (x.expand(1, 1, 1, K // 2) for x in (self.angle.cos(), self.angle.sin()))
+        return tuple(x.to(computation_dtype(self.dtype)) for x in (cos, torch.cat([-sin, sin], 2)))
+
+    def op(self, stop, backend="reference"):
+        """Outputs and the state after the first tokens."""
+        own: Any = {"window": self.numbers["window"], **self.local, "key_mask": self.mask[:, :stop]}
+        own |= {"output_final_state": True, "backend": backend}
+        far, scores = self.far(), self.scores[:, :stop]
+        far = far and far._replace(q=far.q[:, :stop])
+        kept = Kept(scores, self.numbers["count"], self.numbers["block"])
+        given = [x[:, :stop] for x in self.inputs]
+        if not self.latents:
+            return sliding_window_attention(*given[2:], partition=Partition(far, kept=kept), **own)
+        decay = self.decay
+        decay = decay if decay is None or decay.ndim == 2 else decay[:, :stop]
+        partition = Partition(far, True, True, kept)
+        return macchiato_attention(*given, partition=partition, log_decay=decay, **own)
+
+    def begin(self, start):
+        """Buffers, latents and sinks after the first tokens."""
+        _, state = self.op(start, None)
+        held = state.kept if self.latents else state
+        latent = [x.clone() for x in state.latent[:2]] if self.latents else None
+        seen, far, sinks = held.seen.clone(), self.far(), None
+        if far is not None:
+            there = (torch.arange(self.n) < seen[:, None])[..., None, None]
+            sinks = [(x * there).transpose(1, 2).contiguous() for x in far[1:3]]
+        return KeptBuffers.of(held, **self.numbers), latent, sinks, seen
+
+    def run(self, start, known=False, step=kept_step):
+        """Outputs of the other tokens, (B, T - start, H, D), and what is held after each."""
+        held, latent, sinks, seen = self.begin(start)
+        outs, states = [], []
+        for t in range(start, T):
+            latent_q, latent_k, q, k, v = (x[:, t] for x in self.inputs)
+            real = None if self.mask.all() else self.mask[:, t]
+            decay = self.decay
+            decay = decay if decay is None or decay.ndim == 2 else decay[:, t]
+            late = (latent_q, latent_k, decay, *latent) if latent is not None else None
+            far = None if sinks is None else StepSinks(*sinks, seen, self.table())
+            update = bool((seen % self.numbers["block"] == 0).any()) if known else None
+            out = step(
+                *(q, k, v, self.scores[:, t], held, seen, real),
+                **self.numbers,
+                **self.local,
+                sinks=far,
+                latents=late,
+                update=update,
+            )
+            seen = seen + (1 if real is None else real.long())
+            outs.append(out)
+            states.append(
+                (held.state(seen, **self.numbers), latent and [x.clone() for x in latent])
+            )
+        return torch.stack(outs, 1), states
+
+    def check(self, start, tolerance=1e-12, **options):
+        outs, states = self.run(start, **options)
+        expected, _ = self.op(T)
+        mask = self.mask[:, start:]
+        assert outs.dtype == self.dtype
+        assert_same([outs[mask]], [expected[:, start:][mask]], tolerance)
+        for t in (start + 1, start + 7, start + 8, T):
+            if t > T:
+                continue
+            _, state = self.op(t)
+            held, latent = states[t - start - 1]
+            whole = state.kept if self.latents else state
+            for name, a, e in zip(KeptState._fields, held, whole, strict=True):
+                assert (a is None) == (e is None), name
+                if a is None:
+                    continue
+                assert a.dtype == e.dtype and a.is_contiguous(), name
+                if name in ("log_decay",):
+                    assert_same([a], [e], max(tolerance, 1e-12))
+                else:
+                    assert torch.equal(a, e), name
+            if latent is not None:
+                assert_same(latent, list(state.latent[:2]), tolerance)
+
+
+CASES = {
+    "plain": {},
+    "forgetful": {"forgets": "gated"},
+    "statically forgetful": {"forgets": "static", "sinks": SINKS},
+    "sinks": {"sinks": SINKS, "forgets": "gated"},
+    "capped": {"softcap": 2.0, "masked": False},
+    "more sinks than the window has": {"sinks": 9, "window": 2, "block": 3},
+    "the window alone": {"latents": False},
+    "the window and sinks": {"latents": False, "sinks": SINKS},
+    "more places than tokens": {"count": 2 * T, "forgets": "gated"},
+    "one place": {"count": 1, "forgets": "gated"},
+    "ties": {"same": True, "forgets": "gated"},
+    "blocks of one": {"block": 1, "forgets": "gated", "sinks": SINKS},
+    "a window of one": {"window": 1, "forgets": "gated", "sinks": SINKS},
+    "both": {"window": 1, "block": 1},
+    "a window of more than the text": {"window": T + 3},
+    "a long block": {"block": 16, "forgets": "gated"},
+    "a key head for each": {"groups": H, "forgets": "gated"},
+}
+EVERY = pytest.mark.parametrize("name", CASES)
+
+
+@EVERY
+@pytest.mark.parametrize("start", [0, 13])
+def test_steps_are_the_op_of_the_whole_sequence(name, start):
+    Case(**CASES[name]).check(start, known=start == 0)
