@@ -110,7 +110,9 @@ def converted(family: str, scaling: str | None = None, **fields):
     assert not unexpected and all(".latents." in name for name in missing)
     with torch.no_grad():  # latents that matter, each on its own
         for name, parameter in model.named_parameters():
-            if ".latents." in name and name.endswith(("q_proj.weight", "k_proj.weight")):
+            if ".latents." in name and name.endswith(
+                ("q_proj.weight", "k_proj.weight", "kept_scores.down.weight")
+            ):
                 parameter.normal_(std=0.5)
     return model
 

@@ -57,7 +57,8 @@ def made(preset: str, kind: str = "lm", **overrides: Any) -> Any:
     torch.manual_seed(0)
     model = CLASSES[kind](tiny_config(preset, **overrides)).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("decay_proj.weight"):  # 0 at the start: nothing of a gate would be seen
+        # 0 at the start: nothing of a gate, or of scores, would be seen.
+        if name.endswith(("decay_proj.weight", "kept_scores.down.weight")):
             torch.nn.init.normal_(parameter, std=0.4)
     return model
 
@@ -106,6 +107,8 @@ def _shared(row: Row, dtype: torch.dtype) -> Any:
 
 SINKS, DELAYED = {"num_sinks": 3}, {"delay_latents": True, "latent_input": "none"}
 BOTH, KEPT = SINKS | DELAYED, {"converted_layers": (1, 3)}
+DIVIDED = {"num_sinks": 3, "delay_latents": True, "joint_softmax": True}
+KEPT_TOKENS = DIVIDED | {"kept_tokens": 3, "kept_block": 4}
 # The fields of a conversion. ``bases.converted`` has a window of 5 and latents from an RG-LRU.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -120,6 +123,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "both, a window of one": BOTH | {"local_window": 1},
     "joint": {"joint_softmax": True},
     "joint, both": BOTH | {"joint_softmax": True},
+    "kept tokens": KEPT_TOKENS,
+    "kept tokens, forgetting": KEPT_TOKENS | {"forgetting": "gated"},
+    "kept tokens, window": KEPT_TOKENS | {"mixing": "window"},
     "joint, both, kept": BOTH | KEPT | {"joint_softmax": True},
     "window": {"mixing": "window"},
     "window, sinks": SINKS | {"mixing": "window"},
@@ -133,6 +139,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 CONVERSIONS = [("llama", option) for option in OPTIONS if option != "hybrid"]
 CONVERSIONS += [
+    ("gemma2", "kept tokens"),
     *((family, x) for family in bases.NAMES if family != "llama" for x in ("plain", "both")),
     *((family, x) for family in ("gemma2", "gemma3_text") for x in ("kept", "kept, both")),
     ("gemma3_text", "kept with a window"),
@@ -157,11 +164,12 @@ ROWS = [
     Row(preset, functools.partial(made, preset), grows=preset == "transformer++")
     for preset in (*PRESETS, "latte-r-swa-f++", "latte-conv-swa-f++", "latte-gated")
 ]
-DIVIDED = {"num_sinks": 3, "delay_latents": True, "joint_softmax": True}
 ROWS += [
     Row("latte-r-swa++: sinks", functools.partial(made, "latte-r-swa++", **SINKS)),
     Row("latte-conv-swa-f++: divided", functools.partial(made, "latte-conv-swa-f++", **DIVIDED)),
     Row("latte-gated: divided", functools.partial(made, "latte-gated", **DIVIDED)),
+    Row("latte-r-swa++: kept tokens", functools.partial(made, "latte-r-swa++", **KEPT_TOKENS)),
+    Row("latte-gated: kept tokens", functools.partial(made, "latte-gated", **KEPT_TOKENS)),
 ]
 ROWS += [conversion(*names) for names in CONVERSIONS]
 BY_NAME = {row.name: row for row in ROWS}

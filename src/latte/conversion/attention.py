@@ -106,7 +106,7 @@ class MacchiatoAttention(LatteMacchiato):
         context = self.turned(context, position_embeddings)
         x_BTE = hidden_states
         if teacher is not None:
-            near = self.near(x_BTE, EMPTY, context)
+            near = self.near(x_BTE, EMPTY, context)._replace(scores=self.scores(x_BTE))
             if self.converted:
                 return teacher(self, x_BTE, near, context), None
             return self.o_proj(self.full_attention(near, context)[0].flatten(-2)), None

@@ -27,6 +27,7 @@ from latte.layers.latents import window_odds
 from latte.layers.mixer import Context, Projected
 from latte.layers.parts import token_positions
 from latte.layers.rollback import map_tensors
+from latte.ops.reference_kept import Places
 
 CHUNK_ELEMENTS = 2**25  # number of attention weights in memory at a time, per layer
 SAMPLE_EVERY = 4  # the mass of every fourth query is computed
@@ -155,15 +156,15 @@ def base_output(layer: MacchiatoAttention, near: Projected, context: Context) ->
 
 
 def sampled_masses(
-    layer: MacchiatoAttention, near: Projected, places_S: Tensor
+    layer: MacchiatoAttention, near: Projected, places_S: Tensor, context: Context
 ) -> tuple[Tensor, Tensor]:
-    """The share of the base's attention within the window, for some queries without padding.
+    """The share of the base's attention on exact keys, for some queries without padding.
 
     Args:
         places_S: Positions of the queries in the row, (S,) int64.
 
     Returns:
-        The base's mass m_t inside the window and on the sinks, and the logsumexp of the logits
+        The base's mass m_t on window, sinks and kept tokens, and the logsumexp of the logits
         there; both (B, S, H), at least fp32.
     """
     q, k = _wide(near.q)[:, places_S], _wide(near.k)
@@ -176,9 +177,14 @@ def sampled_masses(
     if layer.base_window is not None:
         seen_ST = seen_ST & (gap_ST < layer.base_window)
     near_ST = seen_ST & ((gap_ST < layer.window) | (token_T < layer.num_sinks))
+    exact = near_ST[None, :, None, None]
+    if (kept := layer.kept(near)) is not None:
+        places = Places.of(kept, layer.window, None, None, layer.sinks(near, context))
+        held_BGST = (places.window | places.kept)[:, :, places_S]
+        exact = exact | held_BGST.transpose(1, 2)[:, :, :, None]
     log_near, full = (
-        logits.masked_fill(~mask[None, :, None, None], -torch.inf).logsumexp(-1).flatten(2)
-        for mask in (near_ST, seen_ST)
+        logits.masked_fill(~mask, -torch.inf).logsumexp(-1).flatten(2)
+        for mask in (exact, seen_ST[None, :, None, None])
     )
     return torch.exp(log_near - full), log_near
 

@@ -80,7 +80,7 @@ class Survey:
         T = x_BTE.shape[1]
         first = layer.window if T > layer.window + SAMPLE_EVERY else 0
         places = torch.arange(first, T, SAMPLE_EVERY, device=x_BTE.device)
-        mass, log_near = sampled_masses(layer, near, places)
+        mass, log_near = sampled_masses(layer, near, places, context)
         x_BSE = x_BTE[:, places]
         q_BSHK, _, _ = layer.heads(x_BSE)
         found = (x.flatten(0, 1).float().cpu() for x in (x_BSE, q_BSHK, mass, log_near))

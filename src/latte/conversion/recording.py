@@ -99,6 +99,8 @@ class FitRow(NamedTuple):
         log_mass: Logsumexp of the window's logits, (T, H).
         mass: Share of the base's attention within the window, at the sampled places, (S, H).
         places: Positions of the sampled tokens, (S,).
+        local: With kept tokens: rotated queries (T, H, K), also for the sinks, and keys (T, G, K),
+            and the scores (T, G). ``log_mass`` is then (S, H), that of the base's logits.
     """
 
     x: Tensor
@@ -108,6 +110,7 @@ class FitRow(NamedTuple):
     log_mass: Tensor
     mass: Tensor
     places: Tensor
+    local: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -175,22 +178,26 @@ class LayerFit:
         table, sink_table = rotary_tables(self.rotary, x, positions, [edge])
         context = Context(rotary=Rotary(*table, sink_table if layer.num_sinks else None))
         local = layer.near(x, EMPTY, context)
-        near, _ = layer.window_branch(local, context)
         first = layer.window if T > layer.window else 0
         places = torch.arange(first, T, SAMPLE_EVERY, device=device)
-        mass, _ = sampled_masses(layer, local, places)
+        local = local._replace(scores=layer.scores(x))
+        mass, log_mass = sampled_masses(layer, local, places, context)
 
         def half(each: Tensor) -> Tensor:
             return each[0].to(torch.bfloat16)
 
+        near, _ = layer.window_branch(local, context)
+        sink_q = None if local.sink_q is None else half(local.sink_q)
+        kept = layer.kept_tokens > 0
         return FitRow(
             x=half(x),
             v=half(local.v),
             near=half(near),
             target=half(base_output(layer, local, context)),
-            log_mass=layer.window_mass(local, context)[0],
+            log_mass=log_mass[0] if kept else layer.window_mass(local, context)[0],
             mass=mass[0],
             places=places,
+            local=(half(local.q), half(local.k), sink_q, local.scores[0]) if kept else None,
         )
 
     def errors(self, row: FitRow) -> tuple[Tensor, Tensor]:
@@ -199,6 +206,14 @@ class LayerFit:
         x, v, near, target = (each[None].float() for each in row[:4])
         context = Context()
         projected = layer.with_logits(x, Projected(v), context)
+        if row.local is not None:
+            q, k, sink_q, scores = (y if y is None else y[None].float() for y in row.local)
+            projected = projected._replace(q=q, k=k, sink_q=sink_q, scores=scores)
+            out = layer.o_proj(layer.combine(projected, context)[0].flatten(-2))
+            latent_q = with_mass(projected.latent_q[:, row.places], row.log_mass[None])
+            real = context.real(x)
+            mass = mass_divergence(latent_q, row.mass[None], real[:, row.places])
+            return relative_error(out, target, real), mass
         late = layer.window if layer.delay_latents else None
         far, _ = late_latents(projected, context, late)
         latent_q, real = projected.latent_q, context.real(x)

@@ -148,7 +148,7 @@ class LatteMacchiato(Mixer):
         """Whether a sequence can be divided among processes, which pass no sinks on."""
         return not (self.num_sinks or self.delay_latents)
 
-    def _kept(self, projected: Projected) -> Kept | None:
+    def kept(self, projected: Projected) -> Kept | None:
         """Which of these tokens stay visible; None if no more are kept."""
         scores = projected.scores
         return None if scores is None else Kept(scores, self.kept_tokens, self.kept_block)
@@ -185,7 +185,7 @@ class LatteMacchiato(Mixer):
         self, x_BTE: Tensor, projected: Projected, context: Context
     ) -> tuple[Tensor, MixerState | None]:
         """Both branches, (B, T, H, D), and the state after the tokens if it is wanted."""
-        sinks, kept, partition = self.sinks(projected, context), self._kept(projected), None
+        sinks, kept, partition = self.sinks(projected, context), self.kept(projected), None
         if sinks is not None or kept is not None:
             partition = Partition(sinks, self.delay_latents, self.joint_softmax, kept)
         out, after = context.across(macchiato_attention)(
@@ -209,7 +209,7 @@ class LatteMacchiato(Mixer):
 
     def window_branch(self, near: Projected, context: Context) -> tuple[Tensor, MixerState | None]:
         """The exact keys alone, (B, T, H, D): window, sinks and kept tokens; and the state."""
-        sinks, kept, partition = self.sinks(near, context), self._kept(near), None
+        sinks, kept, partition = self.sinks(near, context), self.kept(near), None
         if sinks is not None or kept is not None:
             partition = Partition(sinks, kept=kept)
         out, after = self._softmax(self.window, near, context, partition)
@@ -286,7 +286,7 @@ class LatteMacchiato(Mixer):
 
     def window_mass(self, projected: Projected, context: Context) -> Tensor:
         """The logsumexp of the logits of all exact keys: window, sinks, kept tokens; (B, T, H)."""
-        sinks, kept = self.sinks(projected, context), self._kept(projected)
+        sinks, kept = self.sinks(projected, context), self.kept(projected)
         return context.across(window_log_mass)(
             projected.q,
             projected.k,

@@ -41,9 +41,7 @@ class LatteCacheLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(
-        self, grows: bool = False, kept_sizes: tuple[int, int, int] | None = None
-    ) -> None:
+    def __init__(self, grows: bool = False, kept_sizes: tuple[int, int, int] | None = None) -> None:
         # The base's __init__ is not called: the attributes it sets are read-only properties here.
         self.grows, self.kept_sizes = grows, kept_sizes
         self.record_past = False

@@ -39,7 +39,12 @@ TUPLES: dict[str, Any] = {
 OF_ACTIVATIONS = ("window", "pending", "sinks", "conv", "short_conv")
 OF_ACTIVATIONS += ("kept.keys", "kept.values", "kept.latent_keys")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-EMPTY = ("latent.log_mass", "pending.keys", "kept.scores", "kept.latent_keys")  # -inf is a latent, or a key, that holds nothing
+EMPTY = (
+    "latent.log_mass",
+    "pending.keys",
+    "kept.scores",
+    "kept.latent_keys",
+)  # -inf is a latent, or a key, that holds nothing
 NOT_KEPT = ("sources", "recorded")  # they grow with the number of tokens
 # Fields of every Transformers configuration do not change how a model reads a text.
 IGNORED = (PreTrainedConfig().to_dict().keys() - {"model_type"}) | {"use_cache"}
