@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from latte.ops import (
     Kept,
     Partition,
     Sinks,
+    cpp_backend,
     macchiato_attention,
     sliding_window_attention,
     use_backend,
@@ -23,6 +23,15 @@ from latte.ops.tensors import computation_dtype
 from tests.ops.helpers import F64, assert_same, macchiato_inputs, randn
 
 B, T, H, G, L, K, D, SINKS = 3, 40, 4, 2, 3, 6, 5, 3
+
+
+@pytest.fixture(autouse=True, params=["torch", "cpu"])
+def steps_by(request):
+    """PyTorch's operations, then the native kernel."""
+    if request.param == "cpu" and cpp_backend.ABSENT is not None:
+        pytest.skip(cpp_backend.ABSENT)
+    with use_backend(request.param):
+        yield
 
 
 def real_tokens():
@@ -105,7 +114,7 @@ class Case:
 
     def begin(self, start):
         """Buffers, latents and sinks after the first tokens."""
-        _, state = self.op(start, None)
+        _, state = self.op(start)
         held = state.kept if self.latents else state
         latent = [x.clone() for x in state.latent[:2]] if self.latents else None
         seen, far, sinks = held.seen.clone(), self.far(), None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from latte.ops.kept import KeptLatents, KeptState, comparable
-from latte.ops.step import StepSinks, TokenRotary, in_dtype, rotated, take_sinks
+from latte.ops.step import StepSinks, TokenRotary, in_dtype, native, rotated, take_sinks
 from latte.ops.tensors import computation_dtype, number
 
 
@@ -124,6 +124,15 @@ def kept_step(
     Returns:
         Output y, (B, H, D), in the dtype of v.
     """
+    if native(None if latents is None else latents[4], q, k, v, *held[:2]):
+        far = (None,) * 4
+        if sinks is not None:
+            far = *sinks[:2], *(sinks.rotary or rotary or (None, None))
+        latent_q, latent_k, log_decay, *state = latents or (None,) * 5
+        return torch.ops.latte.cpu_kept_step(
+            *(latent_q, latent_k, q, k, v, score, *state, log_decay, *held, seen),
+            *(*(rotary or (None, None)), real, scale, softcap or 0.0, count, window, block, *far),
+        )
     dtype, (B, H, K), (G, D) = computation_dtype(v.dtype), q.shape, v.shape[1:]
     numbers = count, window, block
     if latents is not None:

@@ -90,7 +90,7 @@ def latte_step(
     Returns:
         Output y, (B, H, D).
     """
-    if _native(mean, q, k, v):
+    if native(mean, q, k, v):
         return torch.ops.latte.cpu_latte_step(q, k, v, log_mass, mean, log_decay, real)
     B, H, L, D = mean.shape
     if log_decay is not None:
@@ -143,7 +143,7 @@ def macchiato_step(
     Returns:
         Output y, (B, H, D).
     """
-    if _native(mean, q, k, v, *ring[:2]):
+    if native(mean, q, k, v, *ring[:2]):
         return torch.ops.latte.cpu_macchiato_step(
             *(latent_q, latent_k, q, k, v, log_mass, mean, log_decay, *ring, slot),
             *(
@@ -152,7 +152,7 @@ def macchiato_step(
                 scale,
                 softcap or 0.0,
                 pending,
-                *_flat(sinks),
+                *_flat(sinks, rotary),
                 joint,
             ),
         )
@@ -200,11 +200,11 @@ def window_step(
     Returns:
         Output y, (B, H, D).
     """
-    if _native(None, q, k, v, *ring[:2]):
+    if native(None, q, k, v, *ring[:2]):
         slots = ring.keys.shape[2] if length is None else length
         return torch.ops.latte.cpu_window_step(
             *(q, k, v, *ring, slot, *(rotary or (None, None))),
-            *(real, scale, softcap or 0.0, slots, *_flat(sinks)),
+            *(real, scale, softcap or 0.0, slots, *_flat(sinks, rotary)),
         )
     dtype = computation_dtype(q.dtype)
     local = q, k, v, ring, slot, real, scale, softcap, rotary, dtype, length, sinks
@@ -280,7 +280,7 @@ def conv_step(
     Returns:
         Output y, (B, E), in the dtype of x.
     """
-    if _native(None, x, tail):
+    if native(None, x, tail):
         return torch.ops.latte.cpu_convolution_step(x, weight, bias, tail, real)
     dtype = computation_dtype(x.dtype)
     if real is not None:
@@ -291,7 +291,7 @@ def conv_step(
     return in_dtype(y if bias is None else y + in_dtype(bias, dtype), x.dtype)
 
 
-def _native(state: Tensor | None, first: Tensor, *others: Tensor) -> bool:
+def native(state: Tensor | None, first: Tensor, *others: Tensor) -> bool:
     """Whether the native CPU kernels run this step: no other backend was named, and dtypes fit.
 
     Args:
@@ -363,11 +363,11 @@ def _leaving(
     return k, v, mask
 
 
-def _flat(sinks: StepSinks | None) -> tuple[Tensor | None, ...]:
+def _flat(sinks: StepSinks | None, rotary: TokenRotary | None) -> tuple[Tensor | None, ...]:
     """The sinks as a kernel's arguments."""
     if sinks is None:
         return (None,) * 5
-    return *sinks[:3], *(sinks.rotary or (None, None))
+    return *sinks[:3], *(sinks.rotary or rotary or (None, None))
 
 
 def rotated(x: Tensor, rotary: TokenRotary | None) -> Tensor:

@@ -15,6 +15,9 @@ from torch import Tensor
 from latte.ops.custom_ops import NATIVE, empty_gradients
 
 LATENTS = "Tensor(a!) log_mass, Tensor(b!) mean, Tensor? log_decay"
+KEPT = """Tensor(a!)? log_mass, Tensor(b!)? mean, Tensor? log_decay, Tensor(c!) keys,
+    Tensor(d!) values, Tensor(e!) scores, Tensor(f!) positions, Tensor(g!)? latent_keys,
+    Tensor(h!)? decays"""
 RING = """Tensor(c!) keys, Tensor(d!) values, Tensor(e!)? mask, Tensor slot, Tensor? cos,
     Tensor? sin, Tensor? real, float scale, float softcap"""
 SINKS = """Tensor(g!)? sink_keys, Tensor(h!)? sink_values, Tensor? position, Tensor? sink_cos,
@@ -40,6 +43,12 @@ def _ops() -> dict[str, Callable[..., Any]]:
         ),
         f"""window_step(Tensor q, Tensor k, Tensor v, {RING}, int length, {SINKS}) -> Tensor""": (
             lambda q, k, v, *_: _heads(q, v)
+        ),
+        f"""kept_step(Tensor? latent_q, Tensor? latent_k, Tensor q, Tensor k, Tensor v, Tensor score,
+            {KEPT}, Tensor seen, Tensor? cos, Tensor? sin, Tensor? real, float scale,
+            float softcap, int count, int window, int block, Tensor(i!)? sink_keys,
+            Tensor(j!)? sink_values, Tensor? sink_cos, Tensor? sink_sin) -> Tensor""": (
+            lambda latent_q, latent_k, q, k, v, *_: _heads(q, v)
         ),
         """rg_lru_step(Tensor x, Tensor recurrence_weight, Tensor recurrence_bias,
             Tensor input_weight, Tensor input_bias, Tensor theta, Tensor norm, float eps,

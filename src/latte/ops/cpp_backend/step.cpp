@@ -21,8 +21,7 @@
 #ifndef LATTE_STEP
 #define LATTE_STEP
 
-#include "expect.h"
-#include "torch_abi.h"
+#include "step_checks.h"
 
 namespace latte {
 
@@ -66,18 +65,6 @@ static void check_latents(const Expect& expect, const Step& step) {
     else expect(step.log_decay, "log_decay", FLOATS, {B, H, L});
 }
 
-static void check_angles(const Expect& expect, const Step& step, const Tensor& cos,
-                         const Tensor& sin) {
-    expect.together({&cos, &sin}, "cosines and sines");
-    if (!cos) return;
-    const int64_t rows = cos.dims && cos.sizes[0] == 1 ? 1 : step.v.sizes[0];
-    expect(cos, "cos", wide(step.v), {rows, 1, ANY, ANY});
-    const int64_t others = sin.dims && sin.sizes[0] == 1 ? 1 : rows;
-    expect(sin, "sin", wide(step.v), {others, 1, ANY, cos.sizes[3]});
-    expect.that(cos.sizes[2] >= 1 && sin.sizes[2] >= 1, "angles must have at least one row");
-    expect.that(2 * cos.sizes[3] <= step.keys.sizes[3], "angles must be for the width of the keys");
-}
-
 static void check_window(const Expect& expect, const Step& step) {
     const int32_t dtype = step.v.dtype, whole = aoti_torch_dtype_int64();
     expect(step.keys, "keys", dtype, {ANY, ANY, ANY, ANY}, Layout::contiguous);
@@ -90,7 +77,7 @@ static void check_window(const Expect& expect, const Step& step) {
     expect.that(step.length >= 1 && step.length <= W,
                 "length must be from 1 to the window's slots");
     expect(step.slot, "slot", whole, {1}), expect.between(step.slot, "slot", 0, W - 1);
-    check_angles(expect, step, step.cos, step.sin);
+    check_angles(expect, step.v, K, step.cos, step.sin);
     expect(step.pending, "pending", dtype, {B, step.heads(), W, step.mean.size(2)},
            Layout::contiguous);
     expect.together({&step.sink_keys, &step.sink_values, &step.position},
@@ -99,7 +86,7 @@ static void check_window(const Expect& expect, const Step& step) {
     expect(step.sink_values, "sink_values", dtype, {B, G, n, D}, Layout::contiguous);
     expect(step.position, "position", whole, {B}, Layout::contiguous);
     expect.between(step.position, "position", 0, std::numeric_limits<int64_t>::max());
-    check_angles(expect, step, step.sink_cos, step.sink_sin);
+    check_angles(expect, step.v, K, step.sink_cos, step.sink_sin);
 }
 
 // (latent_q, latent_k, q, k, v, log_mass!, mean!, log_decay?, keys!, values!, mask?!, slot, cos?,
@@ -156,6 +143,7 @@ static Register registered_window("cpu_window_step", take_step<false, true>);
 #else  // once per instruction set
 
 #include "rows.h"
+#include "step_rows.h"
 
 // What one head computes with, in one piece of memory: rows of whole vectors.
 template <class T>
@@ -166,55 +154,22 @@ struct Room {
     explicit Room(const Step& step) {
         const int64_t K = step.keys.size(3), n = step.sinks(), L = step.mean.size(2);
         const int64_t D = step.v.sizes[2];
-        const std::pair<T**, int64_t> rows[] = {
-            {&q, K},    {&far_q, n ? K : 0}, {&logits, step.length + n + width<T>},
-            {&near, D}, {&p, L + 1},         {&k, L},
-            {&v, D},    {&far, D},           {&decay, L},
-            {&gain, L}, {&kept, L}};
-        int64_t size = LINE;
-        for (auto [row, count] : rows) size += whole<T>(count);
-        memory.resize(size_t(size));
-        T* at = memory.data();
-        while (reinterpret_cast<uintptr_t>(at) % (LINE * sizeof(T))) ++at;
-        for (auto [row, count] : rows) *row = at, at += whole<T>(count);
+        memory = divided<T>({{&q, K},
+                             {&far_q, n ? K : 0},
+                             {&logits, step.length + n + width<T>},
+                             {&near, D},
+                             {&p, L + 1},
+                             {&k, L},
+                             {&v, D},
+                             {&far, D},
+                             {&decay, L},
+                             {&gain, L},
+                             {&kept, L}});
     }
 
 private:
-    static constexpr int64_t LINE = 64 / sizeof(T);  // of the cache
     std::vector<T> memory;
 };
-
-// A row of a (B, heads, n) tensor, widened.
-template <class S, class T>
-static void row(const Tensor& x, int64_t b, int64_t head, T* to) {
-    gather(x.at<S>() + b * x.strides[0] + head * x.strides[1], x.strides[2], x.sizes[2], to);
-}
-// The same of a tensor of any dtype: latent logits may be more exact than the values. Log-decays
-// may have no batch.
-template <class T>
-static void logits_of(const Tensor& x, int64_t b, int64_t head, T* to) {
-    const int64_t rows = x.dims == 3, *strides = x.strides + rows;
-    gather(x, rows * b * x.strides[0] + head * strides[0], strides[1], x.sizes[rows + 1], to);
-}
-
-// Turns the pairs (i, i + K/2) of a query or key by the angles of row b.
-template <class T>
-static void rotate(const Tensor& cosines, const Tensor& sines, int64_t b, T* x) {
-    if (!cosines) return;
-    auto last = [b](const Tensor& table) {
-        const int64_t row = table.sizes[0] > 1 ? b : 0;
-        return table.at<T>() + row * table.strides[0] + (table.sizes[2] - 1) * table.strides[2];
-    };
-    const T *cos = last(cosines), *sin = last(sines);
-    const int64_t half = cosines.sizes[3], c = cosines.strides[3], s = sines.strides[3];
-    for (int64_t j = 0; j < half; j += width<T>) {
-        const int64_t left = half - j;
-        const V<T> first = load(x + j, 1, left), second = load(x + j + half, 1, left);
-        const V<T> u = load(cos + j * c, c, left), w = load(sin + j * s, s, left);
-        store(x + j, first * u - second * w, left);
-        store(x + j + half, second * u + first * w, left);
-    }
-}
 
 // The log-masses of one head's latents after they forget. Late latents may do so at a token at
 // which they read no source.
