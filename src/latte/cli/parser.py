@@ -101,6 +101,12 @@ def numbers(text: str) -> list[int]:
     return integers(text, least=0)
 
 
+def one_or_more(text: str) -> int | list[int]:
+    """`64` -> 64, `64,0,32` -> [64, 0, 32]."""
+    values = numbers(text)
+    return values if len(values) > 1 else values[0]
+
+
 def kept_window(text: str) -> int | str:
     """`1024` -> 1024, `all` -> "all"."""
     if text == "all":
@@ -402,6 +408,7 @@ def _convert(command: Any) -> None:
     kinds[bool] = {"action": argparse.BooleanOptionalAction}
     kinds[Sequence[float]] = {"type": float, "nargs": 2, "metavar": ("LOW", "HIGH")}
     kinds[Sequence[int]] = {"type": numbers, "metavar": "7,20,23"}
+    kinds[int | Sequence[int]] = {"type": one_or_more, "metavar": "NUMBER"}
     for each in options_of(ConversionOptions):
         text = f"{each.metadata['help'].replace('`', '')} ({default_in_words(each)})"
         kind = kinds.get(hints[each.name], {})

@@ -132,6 +132,7 @@ def apply_latents(
     window: int | None = None,
     keep_layers: Sequence[int] = (),
     kept_window: int | Literal["all"] | None = None,
+    kept_tokens: int | Sequence[int] | None = None,
     dtype: str | torch.dtype = "auto",
     weights: str | None = None,
 ) -> Any:
@@ -146,6 +147,9 @@ def apply_latents(
         keep_layers: Numbers of more layers with the base's attention than the file names.
         kept_window: Number of keys that layers with the base's attention see; None: as in the file;
             "all": full attention, with a state that grows.
+        kept_tokens: Number of tokens, of each key/value head, that stay visible after they have
+            left the window; or one number for each layer; None: as in the file. The file must have
+            scores of tokens.
         dtype: Dtype of the base's weights, as for :func:`latte.conversion.convert`.
         weights: Bits of the base's weights, as for :func:`latte.conversion.convert`. With
             ``file``, weights that the latents' file updates are rounded anew.
@@ -168,9 +172,15 @@ def apply_latents(
     except LatteError as error:
         raise LatteError(f"latents {latents} are for another base, {trained}: {error}") from None
     fields["keep_layers"] = sorted({*fields["keep_layers"], *keep_layers})
-    for name, width in (("local_window", window), ("kept_window", kept_window)):
-        if width is not None:
-            fields[name] = None if width == "all" else width
+    scored = bool(fields.get("kept_tokens"))
+    if kept_tokens and not scored:
+        raise LatteError(
+            f"latents {latents} have no scores of tokens: expected kept_tokens=0, got {kept_tokens}"
+        )
+    given = {"local_window": window, "kept_window": kept_window, "kept_tokens": kept_tokens}
+    for name, number in given.items():
+        if number is not None:
+            fields[name] = None if number == "all" else number
     config = converted_config(base, fields)
     tokenizer = None if target is None else load_tokenizer(base)
     model = load_base(base, config, dtype=dtype)
@@ -247,9 +257,10 @@ def _check(path: str | Path, weights: Mapping[str, Tensor], model: Any) -> None:
         if found is None or tuple(found.shape) != shape or not found.is_floating_point():
             got = "none" if found is None else f"{tuple(found.shape)} of {found.dtype}"
             raise damaged(path, KIND, f"{name}: expected {shape} of floating point, got {got}")
-    kept = [f".layers.{layer}." for layer in model.config.keep_layers]  # more than in the file
+    # Of layers that the file converts, and of scores where nothing is kept now.
+    unused = [f".layers.{layer}." for layer in model.config.keep_layers] + [".kept_scores."]
     for name in weights.keys() - expected.keys():
-        if NEW_WEIGHTS not in name or not any(layer in f".{name}" for layer in kept):
+        if NEW_WEIGHTS not in name or not any(part in f".{name}" for part in unused):
             raise damaged(path, KIND, f"{name} is no weight of the latents or of the base")
 
 
