@@ -144,7 +144,7 @@ class MacchiatoFields(ConvertedFields):
         return tuple(dict.fromkeys(getattr(self, "layer_types", None) or [None]))
 
     def kept_sizes(self, layer_idx: int) -> tuple[int, int, int] | None:
-        """Numbers of kept tokens, of the window's keys and of a block's tokens, if some are kept."""
+        """Numbers of kept tokens, of the window's keys and of a block's tokens; None if none."""
         kept = self.kept_of(layer_idx) if self.mixing_of(layer_idx) != "base" else 0
         return (kept, self.window_of(layer_idx), self.kept_block) if kept else None
 

@@ -226,7 +226,7 @@ class LatteConfig(PartitionFields, PreTrainedConfig):
         return find_mixer(self.mixer).grows
 
     def kept_sizes(self, layer_idx: int) -> tuple[int, int, int] | None:
-        """Numbers of kept tokens, of the window's keys and of a block's tokens, if some are kept."""
+        """Numbers of kept tokens, of the window's keys and of a block's tokens; None if none."""
         window = self.sliding_window
         return (self.kept_tokens, window, self.kept_block) if self.kept_tokens and window else None
 
