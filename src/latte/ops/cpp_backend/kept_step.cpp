@@ -171,7 +171,8 @@ static void forget(const KeptStep& step, int64_t b, int64_t g, T* decay) {
 
 // The latents of a group's heads read the sources in these slots.
 template <class S, class T>
-static void read_sources(const KeptStep& step, int64_t b, int64_t g, const std::vector<int64_t>& slots) {
+static void read_sources(const KeptStep& step, int64_t b, int64_t g,
+                         const std::vector<int64_t>& slots) {
     const int64_t L = step.mean.sizes[2], D = step.mean.sizes[3], X = int64_t(slots.size());
     const int64_t room = whole<T>(1 + X);
     T *values, *logits, *moved;
@@ -310,7 +311,7 @@ struct Head {
     T *q, *far_q, *logits, *y;
 };
 
-// products() of several heads with the same rows.
+// products() of several heads with the same rows, in their logits.
 template <int heads, class S, class T>
 static void products_of(const Head<T>* each, const S* rows, int64_t size, int64_t count,
                         const bool* wanted) {
@@ -356,8 +357,7 @@ static void products_of(const Head<T>* each, const S* rows, int64_t size, int64_
     }
 }
 
-// add_rows() of several heads with the same rows: weights of 0 are those of the rows that none of
-// them reads.
+// add_rows() of several heads with the same rows, to nothing. Rows that are not wanted are not read.
 template <int heads, class S, class T>
 static void add_rows_of(const Head<T>* each, const S* rows, int64_t size, int64_t count,
                         const bool* wanted) {
@@ -413,7 +413,8 @@ static void attend(const KeptStep& step, int64_t b, int64_t first, int64_t count
     of_heads(count, [&](auto together) { products_of<together>(heads, keys, K, M, seen); });
     // What has read no source is not there.
     const T* masses = step.log_mass.at<T>() + (b * step.heads() + g * step.share()) * L;
-    const bool late = std::any_of(masses, masses + step.share() * L, [](T x) { return x != lowest; });
+    const bool late =
+        std::any_of(masses, masses + step.share() * L, [](T x) { return x != lowest; });
     const int64_t total = exact + (late ? L : 0);
     for (int64_t h = 0; h < count; ++h) {
         T* logits = heads[h].logits;
