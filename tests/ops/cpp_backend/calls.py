@@ -25,6 +25,7 @@ from latte.ops import (
     WindowState,
     causal_conv1d,
     decoding,
+    kept_step,
     latte_attention,
     macchiato_attention,
     rg_lru,
@@ -108,6 +109,11 @@ class Draw:
     def heads(self) -> tuple[int, int]:
         G = self.one(1, 2, 3)
         return G * self.one(1, 2), G
+
+    def rotary(self, B: int, K: int) -> tuple[Tensor, Tensor]:
+        """A table for one token of each row."""
+        angles = self.uniform(self.one(1, B), 1, 1, K // 2).to(computation_dtype(self.dtype))
+        return self.strided(angles.cos()), torch.cat([-angles.sin(), angles.sin()], 2)
 
     def with_gradients(self, outputs: Any) -> list[Tensor]:
         """The outputs and the gradients of all inputs."""
@@ -208,7 +214,6 @@ def steps(draw: Draw) -> list[Tensor]:
     """Every step of decoding, with the states that they write."""
     B, (H, G), W, n = draw.one(1, 2, 3), draw.heads(), draw.one(1, 2, 9, 64), draw.one(1, 4)
     L, K, D, E = draw.one(1, 3, 33), draw.one(2, 6, 32), draw.one(1, 5, 64), draw.one(6, 30, 96)
-    wide = computation_dtype(draw.dtype)
     real = draw.mask(B) if draw.often() else None
     latents = draw.written(B, H, L, wide=True), draw.written(B, H, L, D, wide=True)
     if draw.often():
@@ -220,18 +225,14 @@ def steps(draw: Draw) -> list[Tensor]:
     ring = step.Ring(*slots, (draw.uniform(B, W) > 0) if draw.often() else None)
     slot = torch.tensor([draw.random.randrange(W)])
 
-    def rotary() -> tuple[Tensor, Tensor]:
-        angles = draw.uniform(draw.one(1, B), 1, 1, K // 2).to(wide)
-        return draw.strided(angles.cos()), torch.cat([-angles.sin(), angles.sin()], 2)
-
     sinks = None
     if draw.often():
         keys = draw.written(B, G, n, K), draw.written(B, G, n, D)
         position = torch.tensor([draw.random.randrange(W + n + 2) for _ in range(B)])
-        sinks = step.StepSinks(*keys, position, rotary() if draw.often() else None)
+        sinks = step.StepSinks(*keys, position, draw.rotary(B, K) if draw.often() else None)
     pending = draw.written(B, H, W, L) if draw.often() else None
     local = {"scale": 0.3, "softcap": draw.one(None, 3.0), "sinks": sinks}
-    local["rotary"] = rotary() if draw.often() else None
+    local["rotary"] = draw.rotary(B, K) if draw.often() else None
     length = draw.one(None, draw.random.randint(1, W))
     P, x = E // 3, draw.floats(B, E)
     weights = [draw.written(*s) for s in ((3, P, P), (E,), (3, P, P), (E,), (E,))]
@@ -248,6 +249,43 @@ def steps(draw: Draw) -> list[Tensor]:
         mixed = step.conv_step(x, kernel, bias, tail, real)
     outputs = [latte, both, near, moved, mixed, *latents, *ring[:2], state, tail]
     return [y.detach() for y in outputs]
+
+
+def kept_steps(draw: Draw) -> list[Tensor]:
+    """Some tokens with kept ones, from an empty state on, and what is held then."""
+    B, (H, G), n, T = draw.one(1, 2, 3), draw.heads(), draw.one(1, 4), draw.one(1, 8, 40)
+    count, window, block = draw.one(1, 3, 70), draw.one(1, 2, 9, 30), draw.one(1, 4, 17)
+    L, K, D = draw.one(1, 3, 33), draw.one(2, 6, 32), draw.one(1, 5, 64)
+    wide, M, often = computation_dtype(draw.dtype), count + window + block - 1, 0.8
+    latents, forgets = draw.often(often), draw.often(often)
+    held = kept_step.KeptBuffers(
+        draw.written(B, G, M, K),
+        draw.written(B, G, M, D),
+        torch.full((B, G, M), -torch.inf, dtype=wide),
+        torch.full((B, G, M), -1),
+        draw.written(B, H, M, L) if latents else None,
+        torch.zeros(B, H, M, L, dtype=wide) if latents and forgets else None,
+    )
+    state = torch.full((B, H, L), -torch.inf, dtype=wide), torch.zeros(B, H, L, D, dtype=wide)
+    sinks, seen, outs = None, torch.zeros(B, dtype=torch.long), []
+    if draw.often(often):
+        keys = draw.written(B, G, n, K), draw.written(B, G, n, D)
+        table = draw.rotary(B, K) if draw.often(often) else None
+        sinks = step.StepSinks(*keys, seen, table)
+    options = {"scale": 0.3, "softcap": draw.one(None, 3.0), "sinks": sinks}
+    options["rotary"] = draw.rotary(B, K) if draw.often(often) else None
+    masked, shape = draw.often(often), draw.one((B, H, L), (H, L))
+    for _ in range(T):
+        real = draw.mask(B) if masked else None
+        decay = -draw.uniform(*shape).abs() if forgets else None
+        late = (draw.floats(B, H, L + 1), draw.floats(B, H, L), decay, *state)
+        inputs = draw.floats(B, H, K), draw.floats(B, G, K), draw.floats(B, G, D), draw.floats(B, G)
+        options |= {"latents": late if latents else None, "count": count, "window": window}
+        with torch.no_grad():
+            outs.append(kept_step.kept_step(*inputs, held, seen, real, block=block, **options))
+        seen += 1 if real is None else real
+    held = held.state(seen, count, window, block)
+    return [y.detach() for y in (*outs, *state, *held) if y is not None]
 
 
 def rows(draw: Draw) -> list[Tensor]:
@@ -289,6 +327,7 @@ KINDS: dict[str, Callable[[Draw], list[Tensor]]] = {
     "rg_lru": recurrence,
     "convolution": convolution,
     "steps": steps,
+    "kept_steps": kept_steps,
     "rows": rows,
 }
 

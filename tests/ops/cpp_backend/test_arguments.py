@@ -33,6 +33,7 @@ FREE = re.compile(
     r"|cpu_linear\d? [abc] dimension 0"
     r"|cpu_rotate x (float|dimension [02])"
     r"|cpu_\w+_step (latent_[qk]|log_decay) (float|double|one dimension less)"
+    r"|cpu_kept_step (score|latent_keys) (float|double)"
     r"|cpu_latte_step ([qk] (float|double)|v float)"
     r"|cpu_\w+_step (sink_)?(cos|sin) dimension [02]"
     r"|cpu_window_step q dimension 1"
@@ -93,6 +94,11 @@ def test_a_wrong_dtype_or_shape_is_one_line(name, raw):
         ("cpu_macchiato_step", "slot", torch.tensor([-1]), "slot must be from 0 to"),
         ("cpu_macchiato_step", "sink_values", None, "must be given together"),
         ("cpu_macchiato_step", "position", -1, "position must be from 0 to"),
+        ("cpu_kept_step", "window", 0, r"keys must have count \+ window \+ block - 1 slots"),
+        ("cpu_kept_step", "count", 10**18, r"keys must have count \+ window \+ block - 1 slots"),
+        ("cpu_kept_step", "seen", -1, "seen must be from 0 to"),
+        ("cpu_kept_step", "mean", None, "latent_keys must be given together"),
+        ("cpu_kept_step", "decays", None, "log_decay must be given with decays"),
         ("cpu_macchiato", "sinks_seen", 1000, "sinks_seen must be from 0 to"),
         ("cpu_macchiato", "mean", None, "log_mass and mean must be given together"),
         ("cpu_window", "tail_mask", None, "tail_k, tail_v and tail_mask must be given together"),

@@ -139,24 +139,40 @@ static Register registered_kept("cpu_kept_step", take_kept_step);
 #include "rows.h"
 #include "step_rows.h"
 
-// The latents of a head forget. What has left the window forgets as if they had read it.
+// The latents of a group's heads forget. What has left the window forgets as if they had read it.
 template <class T>
-static void forget(const KeptStep& step, int64_t b, int64_t head, T* decay) {
+static void forget(const KeptStep& step, int64_t b, int64_t g, T* decay) {
+    using Numbers = typename Raw<T>::numbers;
     const int64_t L = step.mean.sizes[2], last = step.place(b) - step.window;
-    const int64_t* places = step.places(b, head / step.share());
-    logits_of(step.log_decay, b, head, decay);
-    T* log_mass = step.log_mass.at<T>() + (b * step.heads() + head) * L;
-    for (int64_t l = 0; l < L; ++l) log_mass[l] += decay[l];
-    T* sums = KeptStep::row_of<T>(step.decays, b, head, 0);
-    for (int64_t slot = 0; slot < step.slots(); ++slot, sums += L) {
-        if (places[slot] < 0 || places[slot] >= last) continue;
-        for (int64_t l = 0; l < L; ++l) sums[l] += decay[l];
+    const int64_t* places = step.places(b, g);
+    std::vector<int64_t> left;
+    for (int64_t slot = 0; slot < step.slots(); ++slot)
+        if (places[slot] >= 0 && places[slot] < last) left.push_back(slot);
+    for (int64_t head = g * step.share(); head < (g + 1) * step.share(); ++head) {
+        logits_of(step.log_decay, b, head, decay);
+        T* log_mass = step.log_mass.at<T>() + (b * step.heads() + head) * L;
+        for (int64_t l = 0; l < L; ++l) log_mass[l] += decay[l];
+        T* sums = KeptStep::row_of<T>(step.decays, b, head, 0);
+        int64_t l = 0;
+        for (; l + half_width<T> <= L; l += half_width<T>) {
+            Numbers more, sum;
+            std::memcpy(&more, decay + l, sizeof more);
+            for (int64_t slot : left) {
+                T* at = sums + slot * L + l;
+                std::memcpy(&sum, at, sizeof sum);
+                sum += more;
+                std::memcpy(at, &sum, sizeof sum);
+            }
+        }
+        for (; l < L; ++l)
+            for (int64_t slot : left) sums[slot * L + l] += decay[l];
     }
 }
 
 // The latents of a group's heads read the sources in these slots.
 template <class S, class T>
-static void read_sources(const KeptStep& step, int64_t b, int64_t g, const std::vector<int64_t>& slots) {
+static void read_sources(const KeptStep& step, int64_t b, int64_t g,
+                         const std::vector<int64_t>& slots) {
     const int64_t L = step.mean.sizes[2], D = step.mean.sizes[3], X = int64_t(slots.size());
     const int64_t room = whole<T>(1 + X);
     T *values, *logits, *moved;
@@ -280,20 +296,108 @@ static void put(const KeptStep& step, int64_t b, int64_t g, T* x) {
 template <class S, class T>
 static void take_in(const KeptStep& step, int64_t b, int64_t g, T* x) {
     if (!step.is_real(b)) return;
-    for (int64_t head = g * step.share(); step.log_decay && head < (g + 1) * step.share(); ++head)
-        forget(step, b, head, x);
+    if (step.log_decay) forget(step, b, g, x);
     if (step.is_due(b)) update<S, T>(step, b, g);
     put<S>(step, b, g, x);
 }
 
-// Heads that attend together: what one has read of the keys and values is still in the cache.
-constexpr int64_t TOGETHER = 4, TILE = 64;
+// Heads that attend together: one reading of keys and values is for all of them. Their sums stay in
+// registers, of which AVX-512 has more.
+constexpr int TOGETHER = LATTE_WIDTH == 64 ? 3 : 1;
 
-// Softmax attention of one head.
+// What one head computes with.
 template <class T>
 struct Head {
     T *q, *far_q, *logits, *y;
 };
+
+// products() of several heads with the same rows, in their logits.
+template <int heads, class S, class T>
+static void products_of(const Head<T>* each, const S* rows, int64_t size, int64_t count,
+                        const bool* wanted) {
+    using Numbers = typename Raw<T>::numbers;
+    constexpr int64_t together = half_width<T>, lane = lane_width<T>, groups = together / lane;
+    for (int64_t j = 0; j < count; j += together) {
+        if (!std::memchr(wanted + j, 1, size_t(std::min(together, count - j)))) continue;
+        Numbers found[heads][groups];
+        for (int64_t g = 0; g < groups; ++g) {
+            V<T> sums[heads][lane];
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; ++h)
+#pragma GCC unroll 4
+                for (int64_t i = 0; i < lane; ++i) sums[h][i] = V<T>{};
+            const int64_t at = j + g * lane;
+            const S* row[lane];
+#pragma GCC unroll 4
+            for (int64_t i = 0; i < lane; ++i) row[i] = rows + std::min(at + i, count - 1) * size;
+            for (int64_t c = 0; c < size; c += width<T>) {
+                V<T> x[heads];
+#pragma GCC unroll 4
+                for (int h = 0; h < heads; ++h) x[h] = load_all(each[h].q + c);
+#pragma GCC unroll 4
+                for (int64_t i = 0; i < lane; ++i) {
+                    const V<T> key = load(row[i] + c, 1, size - c);
+#pragma GCC unroll 4
+                    for (int h = 0; h < heads; ++h) sums[h][i] = sums[h][i] + x[h] * key;
+                }
+            }
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; ++h) {
+                Numbers halves[lane];
+#pragma GCC unroll 4
+                for (int64_t i = 0; i < lane; ++i) halves[i] = sums[h][i].low + sums[h][i].high;
+                found[h][g] = fold<T, 1, lane>(halves);
+            }
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; ++h) {
+            const Numbers every = fold<T, lane, together>(found[h]);
+            std::memcpy(each[h].logits + j, &every, sizeof every);
+        }
+    }
+}
+
+// add_rows() of several heads with the same rows, to nothing. Rows that are not wanted are not read.
+template <int heads, class S, class T>
+static void add_rows_of(const Head<T>* each, const S* rows, int64_t size, int64_t count,
+                        const bool* wanted) {
+    in_columns<T>(size, [&](auto vectors_of, int64_t c) {
+        constexpr int N = vectors_of > 2 ? 2 : vectors_of;
+        for (int part = 0; part < vectors_of; part += N, c += N * width<T>) {
+            V<T> sums[heads][N];
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; ++h)
+#pragma GCC unroll 4
+                for (int n = 0; n < N; ++n) sums[h][n] = V<T>{};
+            const S* at = rows + c;
+            for (int64_t j = 0; j < count; ++j, at += size) {
+                if (!wanted[j]) continue;
+#pragma GCC unroll 4
+                for (int n = 0; n < N; ++n) {
+                    const V<T> value = N > 1 ? load_all(at + n * width<T>)
+                                             : load(at + n * width<T>, 1, size - c);
+#pragma GCC unroll 4
+                    for (int h = 0; h < heads; ++h)
+                        sums[h][n] = sums[h][n] + value * each[h].logits[j];
+                }
+            }
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; ++h)
+#pragma GCC unroll 4
+                for (int n = 0; n < N; ++n) store_all(each[h].y + c + n * width<T>, sums[h][n]);
+        }
+    });
+}
+
+// Calls work(N) with the number of heads as a constant.
+template <class Work>
+LATTE_INLINE void of_heads(int64_t count, const Work& work) {
+    if (count == 1) return work(std::integral_constant<int, 1>());
+    if constexpr (TOGETHER > 1) {
+        if (count == 2) work(std::integral_constant<int, 2>());
+        else work(std::integral_constant<int, 3>());
+    }
+}
 
 // One softmax of some heads of a group over its slots, the sinks that have left, and the latents.
 template <class S, class T>
@@ -306,13 +410,11 @@ static void attend(const KeptStep& step, int64_t b, int64_t first, int64_t count
     const int64_t gone = std::clamp<int64_t>(begun + 1, 0, n), exact = M + gone;
     const S* keys = KeptStep::row_of<S>(step.keys, b, g, 0);
     const S* values = KeptStep::row_of<S>(step.values, b, g, 0);
-    for (int64_t slot = 0; slot < M; slot += TILE)
-        for (int64_t h = 0; h < count; ++h)
-            products(heads[h].q, keys + slot * K, K, std::min(TILE, M - slot), seen + slot,
-                     heads[h].logits + slot);
+    of_heads(count, [&](auto together) { products_of<together>(heads, keys, K, M, seen); });
     // What has read no source is not there.
     const T* masses = step.log_mass.at<T>() + (b * step.heads() + g * step.share()) * L;
-    const bool late = std::any_of(masses, masses + step.share() * L, [](T x) { return x != lowest; });
+    const bool late =
+        std::any_of(masses, masses + step.share() * L, [](T x) { return x != lowest; });
     const int64_t total = exact + (late ? L : 0);
     for (int64_t h = 0; h < count; ++h) {
         T* logits = heads[h].logits;
@@ -334,12 +436,8 @@ static void attend(const KeptStep& step, int64_t b, int64_t first, int64_t count
             for (int64_t l = 0; l < L; ++l) logits[exact + l] = own[1 + l] - own[0];
         }
         soften(logits, {0, total}, {0, 0}, T(1));
-        std::fill(heads[h].y, heads[h].y + whole<T>(D), T(0));
     }
-    for (int64_t slot = 0; slot < M; slot += TILE)
-        for (int64_t h = 0; h < count; ++h)
-            add_rows(heads[h].logits + slot, values + slot * D, D, std::min(TILE, M - slot),
-                     heads[h].y);
+    of_heads(count, [&](auto together) { add_rows_of<together>(heads, values, D, M, seen); });
     for (int64_t h = 0; h < count; ++h) {
         if (gone)
             add_rows(heads[h].logits + M, KeptStep::row_of<S>(step.sink_values, b, g, 0), D, gone,
@@ -358,7 +456,7 @@ static void attend_parts(const KeptStep& step, int64_t begin, int64_t end) {
     const int64_t L = step.mean.size(2), R = step.share(), parts = (R + TOGETHER - 1) / TOGETHER;
     Head<T> heads[TOGETHER];
     std::vector<T> memory[TOGETHER];
-    for (int64_t h = 0; h < std::min(R, TOGETHER); ++h)
+    for (int64_t h = 0; h < std::min<int64_t>(R, TOGETHER); ++h)
         memory[h] = divided<T>({{&heads[h].q, K},
                                 {&heads[h].far_q, n ? K : 0},
                                 {&heads[h].logits, M + n + L + 2 * width<T>},
@@ -366,8 +464,8 @@ static void attend_parts(const KeptStep& step, int64_t begin, int64_t end) {
     const std::unique_ptr<bool[]> seen(new bool[size_t(M)]);
     for (int64_t task = begin; task < end; ++task) {
         const int64_t b = task / (parts * step.groups()), g = task / parts % step.groups();
-        const int64_t first = g * R + task % parts * TOGETHER;
-        const int64_t count = std::min(TOGETHER, (g + 1) * R - first), *places = step.places(b, g);
+        const int64_t part = task % parts, first = g * R + part * R / parts;
+        const int64_t count = g * R + (part + 1) * R / parts - first, *places = step.places(b, g);
         for (int64_t slot = 0; slot < M; ++slot) seen[slot] = places[slot] >= 0;
         for (int64_t h = 0; h < count; ++h) {
             row<S>(step.q, b, first + h, heads[h].q);
@@ -396,7 +494,7 @@ static void run_as(const KeptStep& step) {
                  for (int64_t task = begin; task < end; ++task)
                      take_in<S>(step, task / G, task % G, x);
              });
-    const int64_t work = std::min(R, TOGETHER) * (M + step.sinks() + L) * (K + D);
+    const int64_t work = std::min<int64_t>(R, TOGETHER) * (M + step.sinks() + L) * (K + D);
     parallel(B * G * ((R + TOGETHER - 1) / TOGETHER), 1 + 40000 / (1 + work),
              [&](int64_t begin, int64_t end) { attend_parts<S, T>(step, begin, end); });
 }
