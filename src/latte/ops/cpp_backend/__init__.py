@@ -3,7 +3,7 @@
 Each op is a file, ``rg_lru.cpp`` and so on. When the package is installed, :mod:`.build` compiles
 them into one library, which registers the kernels of the ops ``latte::cpu_*``. :mod:`.library`
 finds it. This module defines the rest of each op: schema, shapes of the results, gradients. Ops
-without gradients are in :mod:`.tokens`. The package works without the library. :data:`ABSENT` says
+without gradients are in :mod:`.schemas`. The package works without the library. :data:`ABSENT` says
 why it is not there.
 
 Shape suffixes: B batch, T tokens, E channels, K taps or key width, N sequences (B, or the packed
@@ -26,14 +26,13 @@ from latte.ops.arguments import (
     NO_WINDOW,
     WINDOW_GRADIENTS,
     Convolution,
-    Earlier,
     Latte,
     Window,
 )
 from latte.ops.cpp_backend import library, schemas
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.notices import warn_once
-from latte.ops.state import LatteState, SeenSinks, WindowState, final_buffers
+from latte.ops.state import SeenSinks, WindowState, final_buffers
 from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, sequence_bounds
 
 # Number of tokens between two states that are kept for the backward pass, as in attention_plan.h.
@@ -164,11 +163,11 @@ def latte_attention(
     sequences: Sequences,
     earlier: tuple[Tensor, Tensor] | None,
     log_decay: Tensor | None = None,
-) -> tuple[Tensor, LatteState]:
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """See :func:`latte.ops.latte_attention`, if causal."""
-    around = (*_readable(sequences), *_contiguous(earlier or NO_STATE), log_decay)
-    out, A, mu, *_ = latte_op(q_BTHL, k_BTHL, v_BTHD, *around)
-    return out, LatteState(A, mu)
+    state = NO_STATE if earlier is None else _contiguous(earlier)
+    out, A, mu, *_ = latte_op(q_BTHL, k_BTHL, v_BTHD, *_readable(sequences), *state, log_decay)
+    return out, (A, mu)
 
 
 def macchiato_attention(
@@ -186,13 +185,16 @@ def macchiato_attention(
     delay: bool = False,
     pending: WindowState | None = None,
     joint: bool = False,
-) -> tuple[Tensor, LatteState]:
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """See :func:`latte.ops.macchiato_attention`, if causal; ``latent_q`` has L + 1 columns."""
     inputs = (latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD)
-    around = (*_readable(sequences), *_contiguous(earlier or NO_STATE), log_decay)
-    near = _contiguous((*(tail or NO_WINDOW), *(sinks or NO_SINKS), *(pending or NO_WINDOW)))
-    out, A, mu, *_ = macchiato_op(*inputs, *around, *near, *local, delay, joint)
-    return out, LatteState(A, mu)
+    state = NO_STATE if earlier is None else _contiguous(earlier)
+    near = NO_WINDOW if tail is None else _contiguous(tail)
+    far = NO_SINKS if sinks is None else _contiguous(sinks)
+    late = NO_WINDOW if pending is None else _contiguous(pending)
+    around = (*_readable(sequences), *state, log_decay, *near, *far, *late)
+    out, A, mu, *_ = macchiato_op(*inputs, *around, *local, delay, joint)
+    return out, (A, mu)
 
 
 def sliding_window_attention(
@@ -205,17 +207,15 @@ def sliding_window_attention(
     sinks: SeenSinks | None = None,
 ) -> Tensor:
     """See :func:`latte.ops.sliding_window_attention`, if causal and with a window."""
-    near = _contiguous((*(tail or NO_WINDOW), *(sinks or NO_SINKS)))
-    around = (*_readable(sequences), *near, *local, sequences.causal)
+    near = NO_WINDOW if tail is None else _contiguous(tail)
+    far = NO_SINKS if sinks is None else _contiguous(sinks)
+    around = (*_readable(sequences), *near, *far, *local, sequences.causal)
     return window_op(q_BTHK, k_BTGK, v_BTGD, *around)
 
 
-def _contiguous(tensors: Earlier) -> Earlier:
-    """The same tensors, contiguous."""
-    found = []
-    for x in tensors:
-        found.append(x if x is None else x.contiguous())
-    return tuple(found)
+def _contiguous(state: tuple[Tensor, ...]) -> list[Tensor]:
+    """The tensors of a state, contiguous."""
+    return [x.contiguous() for x in state]
 
 
 def _readable(sequences: Sequences) -> tuple[Tensor | None, Tensor | None]:
