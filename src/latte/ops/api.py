@@ -34,8 +34,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops import cpp_backend, isolated_backends, kept_call, reference, triton_backend
-from latte.ops.arguments import NO_SINKS, NO_WINDOW
+from latte.ops import cpp_backend, kept_call, reference, triton_backend
+from latte.ops.arguments import (
+    NO_SINKS,
+    NO_STATE,
+    NO_WINDOW,
+    RGLRU,
+    Convolution,
+    Latte,
+    Linear,
+    Macchiato,
+    Window,
+)
 from latte.ops.backend import choose, is_step
 from latte.ops.checks import (
     check_floats,
@@ -56,6 +66,7 @@ from latte.ops.checks import (
     check_window_state,
     sinks_alone,
 )
+from latte.ops.isolation import isolating
 from latte.ops.kept import KeptState
 from latte.ops.kept_call import check_kept
 from latte.ops.state import (
@@ -70,9 +81,10 @@ from latte.ops.state import (
     oldest_alone,
     total_log_decay,
 )
-from latte.ops.tensors import Local, computation_dtype, full_precision, nothing_out
+from latte.ops.tensors import computation_dtype, full_precision, nothing_out
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
+from latte.ops.torch_backend import log_mass as torch_log_mass
 from latte.ops.torch_backend import macchiato as torch_macchiato
 from latte.ops.torch_backend import recurrence as torch_recurrence
 from latte.ops.torch_backend import window as torch_window
@@ -83,36 +95,38 @@ from latte.ops.triton_backend.launch import (
     window_unavailable,
 )
 
-# The backends of each op. They are called with checked inputs, by position.
-LATTE: dict[str, Callable[..., tuple[Tensor, tuple[Tensor, ...]]]] = {
-    "reference": isolated_backends.latte(reference.latte_attention),
-    "torch": isolated_backends.latte(torch_latte.latte_attention),
+# The backends of each op. They take its arguments, checked (:mod:`latte.ops.arguments`), and those
+# of latents also whether they are causal. They give the output and the final states.
+Backends = dict[str, Callable[..., Any]]
+LATTE: Backends = {
+    "reference": isolating(reference.latte_attention),
+    "torch": isolating(torch_latte.latte_attention),
     "cpu": cpp_backend.latte_attention,
     "triton": triton_backend.latte_attention,
 }
-MACCHIATO: dict[str, Callable[..., tuple[Tensor, tuple[Tensor, ...]]]] = {
-    "reference": isolated_backends.macchiato(reference.macchiato_attention),
-    "torch": isolated_backends.macchiato(torch_macchiato.macchiato_attention),
+MACCHIATO: Backends = {
+    "reference": isolating(torch_log_mass.joint(reference.macchiato_attention)),
+    "torch": isolating(torch_log_mass.joint(torch_macchiato.macchiato_attention)),
     "cpu": cpp_backend.macchiato_attention,
     "triton": triton_backend.macchiato_attention,
 }
-WINDOW: dict[str, Callable[..., Tensor]] = {
-    "reference": isolated_backends.window(reference.sliding_window_attention),
-    "torch": isolated_backends.window(torch_window.sliding_window_attention),
+WINDOW: Backends = {
+    "reference": isolating(reference.sliding_window_attention),
+    "torch": isolating(torch_window.sliding_window_attention),
     "cpu": cpp_backend.sliding_window_attention,
     "triton": triton_backend.sliding_window_attention,
 }
-LINEAR: dict[str, Callable[..., tuple[Tensor, LinearState]]] = {
-    "reference": isolated_backends.linear(reference.linear_attention),
-    "torch": isolated_backends.linear(torch_linear.linear_attention),
+LINEAR: Backends = {
+    "reference": isolating(reference.linear_attention),
+    "torch": isolating(torch_linear.linear_attention),
 }
-RG_LRU: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "reference": isolated_backends.rg_lru(reference.rg_lru),
-    "torch": isolated_backends.rg_lru(torch_recurrence.rg_lru),
+RG_LRU: Backends = {
+    "reference": isolating(reference.rg_lru),
+    "torch": isolating(torch_recurrence.rg_lru),
     "cpu": cpp_backend.rg_lru,
     "triton": triton_backend.rg_lru,
 }
-CONVOLUTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+CONVOLUTION: Backends = {
     "reference": reference.causal_conv1d,
     "torch": torch_recurrence.causal_conv1d,
     "cpu": cpp_backend.causal_conv1d,
@@ -122,6 +136,7 @@ CONVOLUTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 BIDIRECTIONAL = ("reference", "torch", "triton")
 # The native and Triton backends have no kernels for full softmax attention: PyTorch computes it.
 FULL = PYTORCH = ("reference", "torch")
+LOG_MASS = isolating(lambda x: (torch_log_mass.window_log_mass(x),))
 
 
 @full_precision
@@ -168,51 +183,37 @@ def latte_attention(
     sequences, N = check_sequences(op, B, T, q, key_mask, cu_seqlens, causal)
     initial_state = check_latte_state(op, initial_state, (N, H, L, D), q)
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
-    every = (q, k, v, log_decay, *(initial_state or ()))
-    step = is_step(every, sequences)
+    state = NO_STATE if initial_state is None else initial_state[:2]
+    call = Latte(q, k, v, key_mask, sequences.cu_seqlens, *state, log_decay)  # type: ignore[call-arg]
+    step = is_step(call, sequences)
     serves = LATTE if causal else BIDIRECTIONAL
     at = (q.device, lambda: unavailable(q, L, D))
-    chosen = choose(op, backend, serves, *at, step=step, inputs=every)
+    chosen = choose(op, backend, serves, *at, step=step, inputs=call)
     if chosen != "reference":
-        check_tangents(op, *every)
+        check_tangents(op, *call)
     whole_step = step and chosen == "triton"  # by one kernel
+    forgotten = None
+    if output_final_state:
+        forgotten = total_log_decay(log_decay, initial_state, sequences.cu_seqlens)
     if G != H and not whole_step:
-        v = v.repeat_interleave(H // G, 2)
+        call = call._replace(v=v.repeat_interleave(H // G, 2))
     if B * T == 0:
-        out = nothing_out(v, q, k, log_decay)
-        log_mass, mean = (initial_state or _empty(q, N, H, L, D))[:2]
+        out = nothing_out(call.v, q, k, log_decay)
+        log_mass, mean = (initial_state or LatteState.empty_for(q, N, H, L, D))[:2]
     elif whole_step:
-        from latte.ops.triton_backend.step import latte_step_op
-
-        log_mass, mean = (initial_state or _empty(q, N, H, L, D))[:2]
-        out, log_mass, mean = latte_step_op(q, k, v, key_mask, log_mass, mean, log_decay)
+        out, log_mass, mean = triton_backend.latte_step(call)
     else:
-        earlier, decay = _before_token(initial_state, log_decay, step)
-        out, (log_mass, mean) = LATTE[chosen](q, k, v, sequences, earlier, decay)
-    if not output_final_state:
-        return out, None
-    forgotten = total_log_decay(log_decay, initial_state, sequences.cu_seqlens)
-    return out, LatteState(log_mass, mean, forgotten)
+        call = _forgotten(call) if step and log_decay is not None else call
+        out, log_mass, mean = LATTE[chosen](call, causal)
+    return out, LatteState(log_mass, mean, forgotten) if output_final_state else None
 
 
-def _empty(q: Tensor, N: int, H: int, L: int, D: int) -> LatteState:
-    """The latents' state before any token, for inputs like q."""
-    return LatteState.empty(N, H, L, D, device=q.device, dtype=computation_dtype(q.dtype))
-
-
-def _before_token(
-    latents: LatteState | None, log_decay: Tensor | None, step: bool
-) -> tuple[tuple[Tensor, ...] | None, Tensor | None]:
-    """The latents' log-mass and mean, and the decay that is left for the backend.
-
-    A single token's decay is applied to the state here, so that backends need none for it.
-    """
-    if latents is None:
-        return None, None if step else log_decay
-    log_mass, mean = latents[:2]
-    if step and log_decay is not None:
-        return (log_mass + log_decay[:, 0], mean), None
-    return (log_mass, mean), log_decay
+def _forgotten(call: Any) -> Any:
+    """The call of a single token, whose decay is applied to the state: backends need none."""
+    mass = call.log_mass
+    return call._replace(
+        log_mass=None if mass is None else mass + call.log_decay[:, 0], log_decay=None
+    )
 
 
 @full_precision
@@ -273,7 +274,7 @@ def macchiato_attention(
     sizes = check_inputs(op, shapes, latent_q=latent_q, latent_k=latent_k, q=q, k=k, v=v)
     check_latent_queries(op, latent_q, latent_k, window=True)
     (B, T, H, L), K, (G, D) = latent_k.shape, q.shape[3], v.shape[2:]
-    check_local(op, window, scale, softcap)
+    local = check_local(op, window, scale, softcap, K)
     sequences, N = check_sequences(op, B, T, q, key_mask, cu_seqlens, causal)
     cu_seqlens = sequences.cu_seqlens
     sinks, delay, joint, kept = check_partition(op, partition)
@@ -284,7 +285,6 @@ def macchiato_attention(
     if joint and not causal:
         raise ValueError(f"{op}: joint needs causal=True, got False")
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
-    local = Local.of(window, scale, softcap, K)
     inputs = (latent_q, latent_k, q, k, v)
     if kept is not None and (kept := check_kept(op, kept, sizes, q, causal)) is not None:
         late = (log_decay, delay, joint, initial_state, output_final_state)
@@ -299,10 +299,12 @@ def macchiato_attention(
         )
     if not causal and (latents is not None or output_final_state):
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
-    every: tuple[Tensor | None, ...] = (*inputs, log_decay)
-    for part in (latents, tail, unread, sinks):
-        if part is not None:
-            every = (*every, *part)
+    state = NO_STATE if latents is None else latents[:2]
+    seen = NO_SINKS if sinks is None else SeenSinks.of(sinks, window, sequences)
+    near = (*(tail or NO_WINDOW), *seen, *(unread or NO_WINDOW))
+    around = (key_mask, cu_seqlens, *state, log_decay, *near, *local, delay, joint)
+    call = Macchiato(*inputs, *around)  # type: ignore[call-arg]
+    every = call[:-5]  # tensors
     step = is_step(every, sequences)
 
     def refusal() -> str | None:
@@ -316,28 +318,20 @@ def macchiato_attention(
     chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every)
     if chosen != "reference":
         check_tangents(op, *every)
-    seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
     whole_step = step and chosen == "triton"  # by one kernel, the states too
-    if whole_step:
-        before = latents or _empty(q, N, H, L, D)
-        tail = tail or WindowState.empty(k, v, window)
-        if delay:
-            unread = unread or WindowState.empty(latent_k, v, window + 1)
-        out, log_mass, mean, tail, unread = _macchiato_step(
-            inputs, local, key_mask, before, tail, unread, log_decay, seen, joint
-        )
-    elif B * T == 0:
+    forgotten = total_log_decay(log_decay, latents, cu_seqlens) if output_final_state else None
+    if B * T == 0:
         there = (latent_q, latent_k, q, k, *(sinks or ())[:3], log_decay)
         out = nothing_out(v.repeat_interleave(H // G, 2), *there)
-        log_mass, mean = (latents or _empty(q, N, H, L, D))[:2]
+        log_mass, mean = (latents or LatteState.empty_for(q, N, H, L, D))[:2]
+    elif whole_step:
+        out, log_mass, mean, tail, unread = triton_backend.macchiato_step(call)
     else:
-        earlier, decay = _before_token(latents, log_decay, step)
-        out, (log_mass, mean) = MACCHIATO[chosen](
-            *inputs, local, sequences, earlier, tail, decay, seen, delay, unread, joint
-        )
+        call = _forgotten(call) if step and log_decay is not None else call
+        out, log_mass, mean = MACCHIATO[chosen](call, causal)
     if not output_final_state:
         return out, None
-    latents = LatteState(log_mass, mean, total_log_decay(log_decay, latents, cu_seqlens))
+    latents = LatteState(log_mass, mean, forgotten)
     if not whole_step:
         tail = final_window_state(k, v, window, key_mask, cu_seqlens, tail)
         if delay:
@@ -346,28 +340,6 @@ def macchiato_attention(
     if initial_state is not None and hasattr(initial_state, "pending"):
         return out, initial_state._replace(latent=latents, window=tail, pending=pending)
     return out, MacchiatoState(latents, tail, pending)
-
-
-def _macchiato_step(
-    inputs: tuple[Tensor, ...],
-    local: Local,
-    key_mask: Tensor | None,
-    latents: LatteState,
-    tail: WindowState,
-    unread: WindowState | None,
-    log_decay: Tensor | None,
-    sinks: SeenSinks | None,
-    joint: bool,
-) -> tuple[Tensor, Tensor, Tensor, WindowState, WindowState | None]:
-    """One token by Triton's kernel: output, log-mass, mean, tail and ``unread`` after it."""
-    from latte.ops.triton_backend.step import macchiato_step_op
-
-    before = (key_mask, *latents[:2], *tail)
-    options = (local.scale, local.softcap or None, log_decay, *(sinks or NO_SINKS))
-    late = (*(unread or NO_WINDOW), joint)
-    out, log_mass, mean, *held = macchiato_step_op(*inputs, *before, *options, *late)
-    after = None if unread is None else WindowState(*held[3:])
-    return out, log_mass, mean, WindowState(*held[:3]), after
 
 
 @full_precision
@@ -400,15 +372,17 @@ def window_log_mass(
     op = "window_log_mass"
     sizes = check_inputs(op, ("BTHK", "BTGK"), q=q, k=k)
     B, T, _, K = q.shape
-    check_local(op, window, scale, softcap)
+    local = check_local(op, window, scale, softcap, K)
     sequences, N = check_sequences(op, B, T, q, key_mask, cu_seqlens, causal=True)
     if cu_seqlens is not None and initial_state is not None:
         raise ValueError(f"{op}: expected cu_seqlens or initial_state, got both")
     tail = check_window_state(op, initial_state, window, N, k, None)
     sinks = check_sinks(op, sinks_alone(op, partition), sizes, N, q, causal=True)
-    local = Local.of(window, scale, softcap, K)
-    seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
-    return isolated_backends.window_log_mass(q, k, local, sequences, tail, seen)
+    seen = NO_SINKS if sinks is None else SeenSinks.of(sinks, window, sequences)
+    # Values are not read. Keys stand in their place.
+    held = NO_WINDOW if tail is None else tail._replace(values=tail.keys)
+    call = Window(q, k, k, *sequences[:2], *held, *seen, *local, True)  # type: ignore[call-arg, arg-type]
+    return LOG_MASS(call)[0]
 
 
 @full_precision
@@ -454,7 +428,7 @@ def sliding_window_attention(
     op = "sliding_window_attention"
     sizes = check_inputs(op, ("BTHK", "BTGK", "BTGD"), q=q, k=k, v=v)
     (B, T, H, K), (G, D) = q.shape, v.shape[2:]
-    check_local(op, window, scale, softcap, full=True)
+    local = check_local(op, window, scale, softcap, K, full=True)
     sequences, N = check_sequences(op, B, T, q, key_mask, cu_seqlens, causal)
     cu_seqlens = sequences.cu_seqlens
     carried = initial_state is not None or output_final_state
@@ -467,12 +441,14 @@ def sliding_window_attention(
     if (sinks is not None or kept is not None) and window is None:
         what = "sinks need" if sinks is not None else "kept needs"
         raise ValueError(f"{op}: {what} a window, got window=None, which sees every token")
-    local = Local.of(window, scale, softcap, K)
     if kept is not None:
         late = (initial_state, output_final_state, backend)
         return kept_call.window(op, (q, k, v), kept, local, sequences, sinks, *late)
     tail = check_window_state(op, initial_state, window, N, k, v)  # type: ignore[arg-type]
-    every = (q, k, v, *(tail or ()), *(sinks or ()))
+    seen = NO_SINKS if sinks is None else SeenSinks.of(sinks, window, sequences)  # type: ignore[arg-type]
+    around = (key_mask, cu_seqlens, *(tail or NO_WINDOW), *seen, *local, causal)
+    call = Window(q, k, v, *around)
+    every = call[:-4]  # tensors
     serves: Collection[str] = WINDOW if causal and window is not None else BIDIRECTIONAL
     if window is None and backend is None:
         serves = FULL
@@ -483,10 +459,7 @@ def sliding_window_attention(
     if B * T == 0:
         out = nothing_out(v.repeat_interleave(H // G, 2), q, k, *(sinks or ())[:3])
     else:
-        seen = None
-        if sinks is not None and window is not None:
-            seen = SeenSinks.of(sinks, window, sequences)
-        out = WINDOW[chosen](q, k, v, local, sequences, tail, seen)
+        (out,) = WINDOW[chosen](call)
     if not output_final_state:
         return out, None
     return out, final_window_state(k, v, window, key_mask, cu_seqlens, tail)
@@ -569,8 +542,9 @@ def linear_attention(
         zeros = q.new_zeros(N, H, features, D)
         start = initial_state or LinearState(zeros, zeros[..., 0])
         return nothing_out(v, q, k), start if output_final_state else None
-    out, state = LINEAR[chosen](q, k, v.to(dtype), sequences, initial_state)
-    return out.to(v.dtype), state if output_final_state else None
+    around = (key_mask, sequences.cu_seqlens, *(initial_state or NO_STATE), causal)
+    out, *after = LINEAR[chosen](Linear(q, k, v.to(dtype), *around))
+    return out.to(v.dtype), LinearState(*after) if output_final_state else None
 
 
 @full_precision
@@ -619,7 +593,9 @@ def rg_lru(
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, E),), x.device)
         initial_state = initial_state.to(dtype)
-    every = (x, recurrence_gate, input_gate, theta, initial_state)
+    gates = (recurrence_gate, input_gate, theta)
+    call = RGLRU(x, *gates, initial_state, key_mask, sequences.cu_seqlens, reverse)
+    every = call[:-1]  # tensors
     step = is_step(every, sequences)
     at = (x.device, lambda: unavailable_for(x))
     chosen = choose(op, backend, RG_LRU, *at, step=step, inputs=every)
@@ -627,11 +603,8 @@ def rg_lru(
         check_tangents(op, *every)
     if x.numel() == 0:
         last = x.new_zeros(N, E, dtype=dtype) if initial_state is None else initial_state
-        out = nothing_out(x, recurrence_gate, input_gate, theta)
-        return out, last if output_final_state else None
-    out, last = RG_LRU[chosen](
-        x, recurrence_gate, input_gate, theta, sequences, initial_state, reverse
-    )
+        return nothing_out(x, *gates), last if output_final_state else None
+    out, last = RG_LRU[chosen](call)
     return out, begun(last, sequences) if output_final_state else None
 
 
@@ -676,15 +649,15 @@ def causal_conv1d(
     sequences, N = check_sequences(op, B, T, x, key_mask, cu_seqlens, causal=True)
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, K - 1, E),), x.device)
-    every = (x, weight, bias, initial_state)
-    step = is_step(every, sequences)
+    call = Convolution(x, weight, bias, initial_state, key_mask, sequences.cu_seqlens)
+    step = is_step(call, sequences)
     at = (x.device, lambda: unavailable_for(x))
-    chosen = choose(op, backend, CONVOLUTION, *at, step=step, inputs=every)
+    chosen = choose(op, backend, CONVOLUTION, *at, step=step, inputs=call)
     if chosen not in PYTORCH and x.numel() == 0:
         chosen = "torch"  # there is nothing to launch kernels for
     if chosen not in PYTORCH:
-        check_tangents(op, *every)
-    out, tail = CONVOLUTION[chosen](x, weight, bias, sequences, initial_state)
+        check_tangents(op, *call)
+    out, tail = CONVOLUTION[chosen](call)
     return out, tail if output_final_state else None
 
 
@@ -721,10 +694,8 @@ def attention_weights(
     shapes = ("-", "BTHL", "BTHK", "BTGK") if local else ("-", "BTHL")
     sizes = check_inputs(op, shapes, latent_q=latent_q, latent_k=latent_k, **local)
     check_latent_queries(op, latent_q, latent_k, window=bool(local))
-    if local:
-        check_local(op, window, scale, softcap)
+    near = None if q is None else check_local(op, window, scale, softcap, q.shape[-1])
     B, T = latent_k.shape[:2]
     sequences, _ = check_sequences(op, B, T, latent_q, key_mask, cu_seqlens, causal)
     log_decay = check_log_decay(op, log_decay, sizes, latent_q, sequences)
-    near = Local.of(window, scale, softcap, sizes.get("K", 1))
     return reference.attention_weights(latent_q, latent_k, q, k, near, sequences, log_decay)

@@ -21,7 +21,13 @@ from latte.ops.state import (
     WindowState,
     with_all_values,
 )
-from latte.ops.tensors import Sequences, computation_dtype, without_masked
+from latte.ops.tensors import (
+    Local,
+    Sequences,
+    computation_dtype,
+    has_tangent,
+    without_masked,
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LARGEST_WINDOW = 2**63 - 1  # that the kernels take
@@ -148,21 +154,25 @@ def check_tangents(op: str, *inputs: Tensor | None) -> None:
                 f"{op}: gradients by torch.func need backend='reference', the others have none;"
                 " torch.autograd.grad works with all of them"
             )
-    if forward_ad._current_level < 0:
-        return
-    for x in inputs:
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                f"{op}: forward-mode derivatives need backend='reference', the others have none"
-            )
+    if forward_ad._current_level >= 0 and has_tangent(inputs):
+        raise NotImplementedError(
+            f"{op}: forward-mode derivatives need backend='reference', the others have none"
+        )
 
 
 def check_local(
-    op: str, window: int | None, scale: float | None, softcap: float | None, *, full: bool = False
-) -> None:
+    op: str,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    K: int,
+    *,
+    full: bool = False,
+) -> Local:
     """Check a window (a number of keys) and its logits' scale (finite) and soft cap (positive).
 
     Args:
+        K: Width of the keys, for the default scale.
         full: Whether the window may be None: all keys.
     """
     if window is not None or not full:
@@ -178,10 +188,11 @@ def check_local(
         finite = False
     if not finite:
         raise ValueError(f"{op}: scale must be None or a finite number, got {scale!r}")
-    if softcap is None:
-        return
-    if not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf:
+    if softcap is not None and (
+        not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf
+    ):
         raise ValueError(f"{op}: softcap must be None or a positive number, got {softcap!r}")
+    return Local(window, 1.0 / math.sqrt(K) if scale is None else float(scale), softcap or 0.0)
 
 
 def check_sequences(
