@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
-from latte.ops import LatteState, cpp_backend, reference, use_backend
+from latte.ops import (
+    LatteState,
+    causal_conv1d,
+    cpp_backend,
+    latte_attention,
+    linear_attention,
+    macchiato_attention,
+    rg_lru,
+    sliding_window_attention,
+    use_backend,
+)
 from latte.ops.step import (
     Ring,
     StepSinks,
@@ -18,10 +26,11 @@ from latte.ops.step import (
     rg_lru_step,
     window_step,
 )
-from latte.ops.tensors import Local, Sequences, computation_dtype
+from latte.ops.tensors import computation_dtype
 from tests.ops.helpers import F64, key_mask, latte_inputs, macchiato_inputs, randn, relative_error
 
 B, T, H, L, K, D = 2, 14, 4, 3, 6, 5
+WHOLE = {"backend": "reference", "output_final_state": True}  # the call that steps are compared to
 
 
 @pytest.fixture(autouse=True, params=["torch", "cpu"])
@@ -89,9 +98,7 @@ def test_latte(dtype, masked, scale, groups):
     out = stepped(lambda t, *x, real: latte_step(*x, *state, real), *inputs, mask=mask)
 
     def run(to):
-        q, k, v = (x.to(to) for x in inputs)
-        v = v.repeat_interleave(H // groups, 2)
-        y, after = reference.latte_attention(q, k, v, Sequences(mask, None), None)
+        y, after = latte_attention(*(x.to(to) for x in inputs), key_mask=mask, **WHOLE)
         return y, *after
 
     close(out, state, run(F64), dtype, run(dtype))
@@ -107,9 +114,7 @@ def test_keys_of_minus_infinity(dtype):
     out = stepped(lambda t, *x, real: latte_step(*x, *state, real), q, k, v, mask=None)
 
     def run(to):
-        y, after = reference.latte_attention(
-            *(x.to(to) for x in (q, k, v)), Sequences(None, None), None
-        )
+        y, after = latte_attention(*(x.to(to) for x in (q, k, v)), **WHOLE)
         return y, *after
 
     close(out, state, run(F64), dtype, run(dtype))
@@ -134,8 +139,7 @@ def test_macchiato_and_the_window_alone(dtype, masked, scale, window, softcap):
     inputs = [x.to(dtype) for x in macchiato_inputs(B, T, H, 2, L, K, D, scale=scale)]
     mask = key_mask(B, T) if masked else None
     state, ring, alone = empty(dtype), ring_of(window, 2, dtype), ring_of(window, 2, dtype)
-    local = Local.of(window, None, softcap, K)
-    options = {"scale": local.scale, "softcap": softcap}
+    options = {"scale": K**-0.5, "softcap": softcap}
 
     def both(t, *x, real):
         slot = torch.tensor([t % window])
@@ -145,14 +149,15 @@ def test_macchiato_and_the_window_alone(dtype, masked, scale, window, softcap):
         return window_step(*x, alone, torch.tensor([t % window]), real, **options)
 
     def run(to):
-        sequences = Sequences(mask, None)
         wide = [x.to(to) for x in inputs]
-        y, after = reference.macchiato_attention(*wide, local, sequences, None, None)
-        return y, *after
+        around = {"window": window, "key_mask": mask}
+        y, after = macchiato_attention(*wide, **around, **options, **WHOLE)
+        return y, *after.latent
 
     def window_alone(to):
         wide = [x.to(to) for x in inputs[2:]]
-        return (reference.sliding_window_attention(*wide, local, Sequences(mask, None), None),)
+        around = {"window": window, "key_mask": mask, "backend": "reference"}
+        return sliding_window_attention(*wide, **around, **options)[:1]
 
     close(stepped(both, *inputs, mask=mask), state, run(F64), dtype, run(dtype))
     out = stepped(near, *inputs[2:], mask=mask)
@@ -269,8 +274,7 @@ def test_all_tokens_so_far_are_the_first_slots():
     def step(t, *x, real):
         return window_step(*x, ring, torch.tensor([t]), real, scale=K**-0.5, length=t + 1)
 
-    whole = Local.of(None, None, None, K)
-    expected = reference.sliding_window_attention(*inputs, whole, Sequences(None, None), None)
+    expected, _ = sliding_window_attention(*inputs, window=None, backend="reference")
     torch.testing.assert_close(stepped(step, *inputs, mask=None), expected)
 
 
@@ -280,7 +284,7 @@ def test_linear(masked):
     q, k, mask = q.exp(), k.exp(), key_mask(B, T) if masked else None
     state = q.new_zeros(B, H, L, D), q.new_zeros(B, H, L)
     out = stepped(lambda t, *x, real: linear_step(*x, *state, real), q, k, v, mask=mask)
-    y, after = reference.linear_attention(q, k, v, Sequences(mask, None), None)
+    y, after = linear_attention(q, k, v, key_mask=mask, **WHOLE)
     close(out, state, (y, *after), F64, (y, *after))
 
 
@@ -298,7 +302,7 @@ def test_rg_lru_goes_on_with_what_has_begun(dtype, masked):
     def run(to):
         every = [x.to(to) for x in (*inputs, theta)]
         begun = start.to(computation_dtype(to))
-        return reference.rg_lru(*every, Sequences(mask, None), begun, False)
+        return rg_lru(*every, key_mask=mask, initial_state=begun, **WHOLE)
 
     close(out, (state,), run(F64), dtype, run(dtype))
 
@@ -312,10 +316,10 @@ def test_conv(dtype, taps, masked):
     mask = key_mask(B, T) if masked else None
     start = tail.clone()
     out = stepped(lambda t, x, real: conv_step(x, weight, bias, tail, real), x, mask=mask)
-    run = functools.partial(reference.causal_conv1d, sequences=Sequences(mask, None))
 
     def at(to):
-        return run(*(y.to(to) for y in (x, weight, bias)), initial_state=start.to(to))
+        inputs = (y.to(to) for y in (x, weight, bias))
+        return causal_conv1d(*inputs, key_mask=mask, initial_state=start.to(to), **WHOLE)
 
     close(out, (tail,), at(F64), dtype, at(dtype))
     assert out.dtype == dtype

@@ -27,7 +27,6 @@ other sequences. Triton's kernels let it reach earlier tokens of its own chunk.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -36,18 +35,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import cpp_backend, kept_call, reference, reference_kept, triton_backend
-from latte.ops.arguments import NO_SINKS, NO_STATE, NO_WINDOW
+from latte.ops.arguments import (
+    NO_SINKS,
+    NO_STATE,
+    NO_WINDOW,
+    RGLRU,
+    Convolution,
+    Latte,
+    Linear,
+    Macchiato,
+    Window,
+)
 from latte.ops.backend import choose, is_step
 from latte.ops.checks import (
     check_floats,
-    check_groups,
     check_inputs,
     check_latent_queries,
     check_latte_state,
     check_local,
     check_log_decay,
     check_macchiato_state,
-    check_parameters,
+    check_parameter,
     check_partition,
     check_sequences,
     check_shape,
@@ -55,11 +63,10 @@ from latte.ops.checks import (
     check_state,
     check_tangents,
     check_widths,
-    check_window,
     check_window_state,
     sinks_alone,
 )
-from latte.ops.isolation import View, isolated
+from latte.ops.isolation import isolating
 from latte.ops.kept import KeptState
 from latte.ops.kept_call import check_kept
 from latte.ops.state import (
@@ -74,7 +81,7 @@ from latte.ops.state import (
     oldest_alone,
     total_log_decay,
 )
-from latte.ops.tensors import Local, Sequences, computation_dtype, full_precision, nothing_out
+from latte.ops.tensors import computation_dtype, full_precision, nothing_out
 from latte.ops.torch_backend import latte as torch_latte
 from latte.ops.torch_backend import linear as torch_linear
 from latte.ops.torch_backend import log_mass as torch_log_mass
@@ -88,44 +95,48 @@ from latte.ops.triton_backend.launch import (
     window_unavailable,
 )
 
-# The backends of each op. They are called with checked inputs and all keywords.
-LATTE: dict[str, Callable[..., tuple[Tensor, LatteState]]] = {
-    "reference": reference.latte_attention,
-    "torch": torch_latte.latte_attention,
+# The backends of each op. They take its arguments, checked (:mod:`latte.ops.arguments`), and those
+# of latents also whether they are causal. They give the output and the final states.
+Backends = dict[str, Callable[..., Any]]
+LATTE: Backends = {
+    "reference": isolating(reference.latte_attention),
+    "torch": isolating(torch_latte.latte_attention),
     "cpu": cpp_backend.latte_attention,
     "triton": triton_backend.latte_attention,
 }
-MACCHIATO: dict[str, Callable[..., tuple[Tensor, LatteState]]] = {
-    "reference": reference.macchiato_attention,
-    "torch": torch_macchiato.macchiato_attention,
+MACCHIATO: Backends = {
+    "reference": isolating(torch_log_mass.joint(reference.macchiato_attention)),
+    "torch": isolating(torch_log_mass.joint(torch_macchiato.macchiato_attention)),
     "cpu": cpp_backend.macchiato_attention,
     "triton": triton_backend.macchiato_attention,
 }
-WINDOW: dict[str, Callable[..., Tensor]] = {
-    "reference": reference.sliding_window_attention,
-    "torch": torch_window.sliding_window_attention,
+WINDOW: Backends = {
+    "reference": isolating(reference.sliding_window_attention),
+    "torch": isolating(torch_window.sliding_window_attention),
     "cpu": cpp_backend.sliding_window_attention,
     "triton": triton_backend.sliding_window_attention,
 }
-LINEAR: dict[str, Callable[..., tuple[Tensor, LinearState]]] = {
-    "reference": reference.linear_attention,
-    "torch": torch_linear.linear_attention,
+LINEAR: Backends = {
+    "reference": isolating(reference.linear_attention),
+    "torch": isolating(torch_linear.linear_attention),
 }
-RG_LRU: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "reference": reference.rg_lru,
-    "torch": torch_recurrence.rg_lru,
+RG_LRU: Backends = {
+    "reference": isolating(reference.rg_lru),
+    "torch": isolating(torch_recurrence.rg_lru),
     "cpu": cpp_backend.rg_lru,
     "triton": triton_backend.rg_lru,
 }
-CONVOLUTION: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+CONVOLUTION: Backends = {
     "reference": reference.causal_conv1d,
     "torch": torch_recurrence.causal_conv1d,
     "cpu": cpp_backend.causal_conv1d,
     "triton": triton_backend.causal_conv1d,
 }
-PAPER = Partition()  # nothing beyond the paper
+# The native kernels are causal only.
+BIDIRECTIONAL = ("reference", "torch", "triton")
 # The native and Triton backends have no kernels for full softmax attention: PyTorch computes it.
 FULL = PYTORCH = ("reference", "torch")
+LOG_MASS = isolating(lambda x: (torch_log_mass.window_log_mass(x),))
 
 
 @full_precision
@@ -167,78 +178,42 @@ def latte_attention(
             also if ``log_decay`` is above 0.
     """
     op = "latte_attention"
-    sizes = check_inputs(op, {"q": q, "k": k, "v": v}, {"q": "BTHL", "k": "BTHL", "v": "BTGD"})
+    sizes = check_inputs(op, ("BTHL", "BTHL", "BTGD"), q=q, k=k, v=v)
     (B, T, H, L), (G, D) = q.shape, v.shape[2:]
-    check_groups(op, H, G, "v")
-    sequences = Sequences(key_mask, cu_seqlens, causal)
-    sequences, N = check_sequences(op, B, T, q.device, sequences)
-    cu_seqlens = sequences.cu_seqlens
+    sequences, N = check_sequences(op, B, T, q, key_mask, cu_seqlens, causal)
     initial_state = check_latte_state(op, initial_state, (N, H, L, D), q)
     log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
-    step = is_step((q, k, v, initial_state, log_decay), sequences)
-    empty = functools.partial(_empty, (N, H, L, D), q)
-    forgotten = (
-        total_log_decay(log_decay, initial_state, cu_seqlens) if output_final_state else None
-    )
-    as_given = initial_state, log_decay
-    if step:
-        initial_state, log_decay = _forget_first(initial_state, log_decay)
-    every = (q, k, v, log_decay, *(initial_state or ()))
-    serves = LATTE if causal else _natively(LATTE, causal)
+    state = NO_STATE if initial_state is None else initial_state[:2]
+    call = Latte(q, k, v, key_mask, sequences.cu_seqlens, *state, log_decay)  # type: ignore[call-arg]
+    step = is_step(call, sequences)
+    serves = LATTE if causal else BIDIRECTIONAL
     at = (q.device, lambda: unavailable(q, L, D))
-    chosen = choose(op, backend, serves, *at, step=step, inputs=every)
+    chosen = choose(op, backend, serves, *at, step=step, inputs=call)
     if chosen != "reference":
-        check_tangents(op, *every)
-    if G != H and not (step and chosen == "triton"):
-        v = v.repeat_interleave(H // G, 2)
+        check_tangents(op, *call)
+    whole_step = step and chosen == "triton"  # by one kernel
+    forgotten = None
+    if output_final_state:
+        forgotten = total_log_decay(log_decay, initial_state, sequences.cu_seqlens)
+    if G != H and not whole_step:
+        call = call._replace(v=v.repeat_interleave(H // G, 2))
     if B * T == 0:
-        out, state = nothing_out(v, q, k, log_decay), as_given[0] or empty()
-    elif step and chosen == "triton":
-        from latte.ops.triton_backend.step import latte_step_op
-
-        before, decay = as_given  # this kernel does the whole step
-        A, mu, *_ = before or empty()
-        out, *after = latte_step_op(q, k, v, key_mask, A, mu, decay)
-        state = LatteState(*after)
-    elif chosen not in PYTORCH:  # these kernels read only what a query sees
-        earlier = None if initial_state is None else initial_state[:2]
-        forgetting = {} if log_decay is None else {"log_decay": log_decay}
-        out, state = LATTE[chosen](q, k, v, sequences, earlier, **forgetting)
+        out = nothing_out(call.v, q, k, log_decay)
+        log_mass, mean = (initial_state or LatteState.empty_for(q, N, H, L, D))[:2]
+    elif whole_step:
+        out, log_mass, mean = triton_backend.latte_step(call)
     else:
-
-        def run(q: Any, k: Any, v: Any, log_decay: Any, *earlier: Any) -> tuple[Tensor, ...]:
-            forgetting = {} if log_decay is None else {"log_decay": log_decay}
-            out, state = LATTE[chosen](q, k, v, sequences, earlier or None, **forgetting)
-            return out, *state
-
-        given = {"q": q, "latent_k": k, "v": v, "log_decay": log_decay}
-        given |= zip(("log_mass", "mean"), initial_state or (), strict=False)
-        out, *after = isolated(run, View(sequences), given)
-        state = LatteState(*after)
-    if not output_final_state:
-        return out, None
-    if forgotten is not None or len(state) > 2:
-        state = LatteState(state[0], state[1], forgotten)
-    return out, state
+        call = _forgotten(call) if step and log_decay is not None else call
+        out, log_mass, mean = LATTE[chosen](call, causal)
+    return out, LatteState(log_mass, mean, forgotten) if output_final_state else None
 
 
-def _empty(sizes: tuple[int, int, int, int], q: Tensor) -> LatteState:
-    """The state before any token, of N, H, L, D, for inputs like ``q``."""
-    return LatteState.empty(*sizes, device=q.device, dtype=computation_dtype(q.dtype))
-
-
-def _natively(serves: Collection[str], causal: bool) -> Collection[str]:
-    """The available backends; the native kernels are causal only."""
-    return serves if causal else [name for name in serves if name != "cpu"]
-
-
-def _forget_first(
-    state: LatteState | None, log_decay: Tensor | None
-) -> tuple[LatteState | None, None]:
-    """Apply the decay of a single step to the state, so that kernels without decay can run it."""
-    if state is not None and log_decay is not None:
-        state = LatteState(state.log_mass + log_decay[:, 0], *state[1:])
-    return state, None
+def _forgotten(call: Any) -> Any:
+    """The call of a single token, whose decay is applied to the state: backends need none."""
+    mass = call.log_mass
+    return call._replace(
+        log_mass=None if mass is None else mass + call.log_decay[:, 0], log_decay=None
+    )
 
 
 @full_precision
@@ -295,29 +270,23 @@ def macchiato_attention(
         ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "macchiato_attention"
-    sizes = check_inputs(
-        op,
-        {"latent_q": latent_q, "latent_k": latent_k, "q": q, "k": k, "v": v},
-        {"latent_k": "BTHL", "q": "BTHK", "k": "BTGK", "v": "BTGD"},
-    )
-    check_latent_queries(op, latent_q, sizes, window=True)
+    shapes = ("-", "BTHL", "BTHK", "BTGK", "BTGD")
+    sizes = check_inputs(op, shapes, latent_q=latent_q, latent_k=latent_k, q=q, k=k, v=v)
+    check_latent_queries(op, latent_q, latent_k, window=True)
     (B, T, H, L), K, (G, D) = latent_k.shape, q.shape[3], v.shape[2:]
-    check_groups(op, H, G, "k and v")
-    check_window(op, window)
-    check_local(op, scale, softcap)
-    sequences = Sequences(key_mask, cu_seqlens, causal)
-    sequences, N = check_sequences(op, B, T, q.device, sequences)
+    local = check_local(op, window, scale, softcap, K)
+    sequences, N = check_sequences(op, B, T, q, key_mask, cu_seqlens, causal)
     cu_seqlens = sequences.cu_seqlens
-    sinks, delay, joint, kept = PAPER if partition is None else check_partition(op, partition)
+    sinks, delay, joint, kept = check_partition(op, partition)
     if sinks is not None:
         sinks = check_sinks(op, sinks, sizes, N, q, causal)
     if delay and not causal:
         raise ValueError(f"{op}: delay needs causal=True: no source leaves a bidirectional window")
     if joint and not causal:
         raise ValueError(f"{op}: joint needs causal=True, got False")
+    log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
+    inputs = (latent_q, latent_k, q, k, v)
     if kept is not None and (kept := check_kept(op, kept, sizes, q, causal)) is not None:
-        log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
-        inputs, local = (latent_q, latent_k, q, k, v), Local.of(window, scale, softcap, K)
         late = (log_decay, delay, joint, initial_state, output_final_state)
         return kept_call.macchiato(op, inputs, kept, local, sequences, sinks, *late, backend)
     latents, tail, unread = check_macchiato_state(
@@ -330,18 +299,13 @@ def macchiato_attention(
         )
     if not causal and (latents is not None or output_final_state):
         raise ValueError(f"{op}: a bidirectional window has no state to carry on")
-    if log_decay is not None:
-        log_decay = check_log_decay(op, log_decay, sizes, q, sequences)
-    step = is_step((latent_q, latent_k, q, k, v, latents, tail, unread, log_decay), sequences)
-    empty = functools.partial(_empty, (N, H, L, D), q)
-    forgotten = None
-    if output_final_state and (log_decay is not None or latents is not None):
-        forgotten = total_log_decay(log_decay, latents, cu_seqlens)
-    as_given = latents, log_decay
-    if step:
-        latents, log_decay = _forget_first(latents, log_decay)
-    every = (latent_q, latent_k, q, k, v, log_decay, *(latents or ()), *(tail or ()))
-    every = (*every, *(unread or ()), *(sinks or ()))
+    state = NO_STATE if latents is None else latents[:2]
+    seen = NO_SINKS if sinks is None else SeenSinks.of(sinks, window, sequences)
+    near = (*(tail or NO_WINDOW), *seen, *(unread or NO_WINDOW))
+    around = (key_mask, cu_seqlens, *state, log_decay, *near, *local, delay, joint)
+    call = Macchiato(*inputs, *around)  # type: ignore[call-arg]
+    every = call[:-5]  # tensors
+    step = is_step(every, sequences)
 
     def refusal() -> str | None:
         if not step:
@@ -350,109 +314,32 @@ def macchiato_attention(
             return f"for K={K}: expected K from 1 to {WIDEST_VALUE}"
         return unavailable(q, L, D)
 
-    serves = MACCHIATO if causal else _natively(MACCHIATO, causal)
+    serves = MACCHIATO if causal else BIDIRECTIONAL
     chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every)
     if chosen != "reference":
         check_tangents(op, *every)
-    local = Local.of(window, scale, softcap, K)
-    seen_sinks = None if sinks is None else SeenSinks.of(sinks, window, sequences)
-    fused = chosen in ("cpu", "triton")  # these kernels compute the log-mass themselves
-    inputs = (latent_q, latent_k, q, k, v)
-    held: list[WindowState] = []  # the windows' states after the call
-    if step and chosen == "triton":
-        before, decay = as_given  # this kernel does the whole step
-        before = before or empty()
-        tail = tail or WindowState.empty(k, v, window)
-        if delay:
-            unread = unread or WindowState.empty(latent_k, v, window + 1)
-        out, latte_state, *held = _macchiato_step(
-            inputs, local, key_mask, before, tail, unread, decay, seen_sinks, joint
-        )
-    elif B * T == 0:
-        there = (latent_q, latent_k, q, k, *(() if sinks is None else sinks[:3]))
-        out = nothing_out(v.repeat_interleave(H // G, 2), *there, log_decay)
-        latte_state = as_given[0] or empty()
+    whole_step = step and chosen == "triton"  # by one kernel, the states too
+    forgotten = total_log_decay(log_decay, latents, cu_seqlens) if output_final_state else None
+    if B * T == 0:
+        there = (latent_q, latent_k, q, k, *(sinks or ())[:3], log_decay)
+        out = nothing_out(v.repeat_interleave(H // G, 2), *there)
+        log_mass, mean = (latents or LatteState.empty_for(q, N, H, L, D))[:2]
+    elif whole_step:
+        out, log_mass, mean, tail, unread = triton_backend.macchiato_step(call)
     else:
-        options: dict[str, Any] = {} if seen_sinks is None else {"sinks": seen_sinks}
-        if delay:
-            options |= {"delay": True, "pending": unread}
-        if fused:
-            earlier = None if latents is None else latents[:2]
-            options |= {"joint": True} if joint else {}
-            options |= {} if log_decay is None else {"log_decay": log_decay}
-            out, latte_state = MACCHIATO[chosen](
-                *inputs, local, sequences, earlier, tail, **options
-            )
-        else:
-
-            def run(latent_q: Any, latent_k: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
-                log_decay, log_mass, mean, tail_k, tail_v, pending_k, pending_v, *far = more
-                near = tail and tail._replace(keys=tail_k, values=tail_v)
-                own = dict(options) if log_decay is None else options | {"log_decay": log_decay}
-                kept = seen_sinks and seen_sinks._replace(q=far[0], keys=far[1], values=far[2])
-                if kept is not None:
-                    own["sinks"] = kept
-                if delay and unread:
-                    own["pending"] = unread._replace(keys=pending_k, values=pending_v)
-                if joint:
-                    mass = torch_log_mass.window_log_mass(q, k, local, sequences, near, kept)
-                    latent_q = torch_log_mass.with_log_mass(latent_q, mass)
-                earlier = None if latents is None else (log_mass, mean)
-                inputs = (latent_q, latent_k, q, k, v, local, sequences, earlier, near)
-                out, state = MACCHIATO[chosen](*inputs, **own)
-                return out, *state
-
-            view = View(
-                sequences,
-                tail_mask=tail and tail.mask,
-                pending_mask=unread and unread.mask,
-                sink_mask=seen_sinks and seen_sinks.mask,
-                sinks_seen=seen_sinks and seen_sinks.seen,
-            )
-            names = ("latent_q", "latent_k", "q", "k", "v", "log_decay", "log_mass", "mean")
-            values = (*inputs, log_decay, *(latents or NO_STATE)[:2])
-            given = dict(zip(names, values, strict=True))
-            given |= zip(("tail_k", "tail_v"), tail or NO_STATE, strict=False)
-            given |= zip(("pending_k", "pending_v"), unread or NO_STATE, strict=False)
-            given |= zip(("sink_q", "sink_k", "sink_v"), seen_sinks or NO_SINKS, strict=False)
-            out, *found = isolated(run, view, given)
-            latte_state = LatteState(*found)
+        call = _forgotten(call) if step and log_decay is not None else call
+        out, log_mass, mean = MACCHIATO[chosen](call, causal)
     if not output_final_state:
         return out, None
-    if not held:
-        held.append(final_window_state(k, v, window, key_mask, cu_seqlens, tail))
+    latents = LatteState(log_mass, mean, forgotten)
+    if not whole_step:
+        tail = final_window_state(k, v, window, key_mask, cu_seqlens, tail)
         if delay:
-            held.append(final_window_state(latent_k, v, window + 1, key_mask, cu_seqlens, unread))
-    if delay:
-        held[1] = oldest_alone(held[1])
-    if forgotten is not None or len(latte_state) > 2:
-        latte_state = LatteState(latte_state[0], latte_state[1], forgotten)
-    pending = held[1] if delay else None
-    if initial_state is None or not hasattr(initial_state, "pending"):
-        return out, MacchiatoState(latte_state, held[0], pending)
-    return out, initial_state._replace(latent=latte_state, window=held[0], pending=pending)
-
-
-def _macchiato_step(
-    inputs: tuple[Tensor, ...],
-    local: Local,
-    key_mask: Tensor | None,
-    latents: LatteState,
-    tail: WindowState,
-    unread: WindowState | None,
-    log_decay: Tensor | None,
-    sinks: SeenSinks | None,
-    joint: bool,
-) -> tuple[Any, ...]:
-    """One token by Triton's kernel: the output, then latents, tail and ``unread`` after it."""
-    from latte.ops.triton_backend.step import macchiato_step_op
-
-    before = (key_mask, *latents[:2], *tail)
-    options = (local.scale, local.softcap or None, log_decay, *(sinks or NO_SINKS))
-    late = (*(unread or NO_WINDOW), joint)
-    out, log_mass, mean, *held = macchiato_step_op(*inputs, *before, *options, *late)
-    after = out, LatteState(log_mass, mean), WindowState(*held[:3])
-    return after if unread is None else (*after, WindowState(*held[3:]))
+            unread = final_window_state(latent_k, v, window + 1, key_mask, cu_seqlens, unread)
+    pending = None if unread is None else oldest_alone(unread)
+    if initial_state is not None and hasattr(initial_state, "pending"):
+        return out, initial_state._replace(latent=latents, window=tail, pending=pending)
+    return out, MacchiatoState(latents, tail, pending)
 
 
 @full_precision
@@ -484,41 +371,25 @@ def window_log_mass(
         ValueError: Shapes, dtypes or devices do not fit.
     """
     op = "window_log_mass"
-    sizes = check_inputs(op, {"q": q, "k": k}, {"q": "BTHK", "k": "BTGK"})
-    check_groups(op, sizes["H"], sizes["G"], "k")
-    check_window(op, window)
-    check_local(op, scale, softcap)
-    sequences = Sequences(key_mask, cu_seqlens)
-    sequences, N = check_sequences(op, sizes["B"], sizes["T"], q.device, sequences)
+    sizes = check_inputs(op, ("BTHK", "BTGK"), q=q, k=k)
+    B, T, _, K = q.shape
+    local = check_local(op, window, scale, softcap, K)
+    sequences, N = check_sequences(op, B, T, q, key_mask, cu_seqlens, causal=True)
     if cu_seqlens is not None and initial_state is not None:
         raise ValueError(f"{op}: expected cu_seqlens or initial_state, got both")
-    initial_state = check_window_state(op, initial_state, window, N, k, None)
+    tail = check_window_state(op, initial_state, window, N, k, None)
     sinks = check_sinks(op, sinks_alone(op, partition, kept=True), sizes, N, q, causal=True)
-    local = Local.of(window, scale, softcap, sizes["K"])
     kept = check_kept(op, partition and partition.kept, sizes, q, causal=True)
     if kept is not None:
         if initial_state is not None:
             raise ValueError(f"{op}: expected kept tokens or initial_state, got both")
         plan = reference_kept.Plan(kept, window, sequences, None, sinks)
         return reference_kept.log_mass(plan, q, k, local, sinks)
-    seen = None if sinks is None else SeenSinks.of(sinks, window, sequences)
-
-    def run(q: Any, k: Any, tail_k: Any, *far: Any) -> tuple[Tensor]:
-        tail = initial_state and initial_state._replace(keys=tail_k)
-        kept = seen and seen._replace(q=far[0], keys=far[1])
-        return (torch_log_mass.window_log_mass(q, k, local, sequences, tail, kept),)
-
-    given = {"q": q, "k": k, "tail_k": initial_state and initial_state.keys}
-    given |= zip(("sink_q", "sink_k"), seen or NO_SINKS, strict=False)
-    return isolated(run, _near(local, sequences, initial_state, seen), given)[0]
-
-
-def _near(
-    local: Local, sequences: Sequences, tail: WindowState | None, sinks: SeenSinks | None
-) -> View:
-    """What a query of a window sees."""
-    masks = (tail and tail.mask, None, sinks and sinks.mask, sinks and sinks.seen)
-    return View(sequences, local.window, False, *masks)
+    seen = NO_SINKS if sinks is None else SeenSinks.of(sinks, window, sequences)
+    # Values are not read. Keys stand in their place.
+    held = NO_WINDOW if tail is None else tail._replace(values=tail.keys)
+    call = Window(q, k, k, *sequences[:2], *held, *seen, *local, True)  # type: ignore[call-arg, arg-type]
+    return LOG_MASS(call)[0]
 
 
 @full_precision
@@ -562,13 +433,10 @@ def sliding_window_attention(
         ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "sliding_window_attention"
-    sizes = check_inputs(op, {"q": q, "k": k, "v": v}, {"q": "BTHK", "k": "BTGK", "v": "BTGD"})
+    sizes = check_inputs(op, ("BTHK", "BTGK", "BTGD"), q=q, k=k, v=v)
     (B, T, H, K), (G, D) = q.shape, v.shape[2:]
-    check_groups(op, H, G, "k and v")
-    check_window(op, window, optional=True)
-    check_local(op, scale, softcap)
-    sequences = Sequences(key_mask, cu_seqlens, causal)
-    sequences, N = check_sequences(op, B, T, q.device, sequences)
+    local = check_local(op, window, scale, softcap, K, full=True)
+    sequences, N = check_sequences(op, B, T, q, key_mask, cu_seqlens, causal)
     cu_seqlens = sequences.cu_seqlens
     carried = initial_state is not None or output_final_state
     if not causal and carried:
@@ -581,38 +449,27 @@ def sliding_window_attention(
         what = "sinks need" if sinks is not None else "kept needs"
         raise ValueError(f"{op}: {what} a window, got window=None, which sees every token")
     if kept is not None:
-        local, late = Local.of(window, scale, softcap, K), (initial_state, output_final_state)
-        return kept_call.window(op, (q, k, v), kept, local, sequences, sinks, *late, backend)
-    initial_state = check_window_state(op, initial_state, window, N, k, v)  # type: ignore[arg-type]
-    every = (q, k, v, *(initial_state or ()), *(sinks or ()))
-    serves = _natively(WINDOW, causal and window is not None)
-    serves = FULL if window is None and backend is None else serves
+        late = (initial_state, output_final_state, backend)
+        return kept_call.window(op, (q, k, v), kept, local, sequences, sinks, *late)
+    tail = check_window_state(op, initial_state, window, N, k, v)  # type: ignore[arg-type]
+    seen = NO_SINKS if sinks is None else SeenSinks.of(sinks, window, sequences)  # type: ignore[arg-type]
+    around = (key_mask, cu_seqlens, *(tail or NO_WINDOW), *seen, *local, causal)
+    call = Window(q, k, v, *around)
+    every = call[:-4]  # tensors
+    serves: Collection[str] = WINDOW if causal and window is not None else BIDIRECTIONAL
+    if window is None and backend is None:
+        serves = FULL
     at = (q.device, lambda: window_unavailable(q, window, K, D))
     chosen = choose(op, backend, serves, *at, inputs=every)
     if chosen != "reference" and window is not None:
         check_tangents(op, *every)
-    state = None
-    if output_final_state:
-        state = final_window_state(k, v, window, key_mask, cu_seqlens, initial_state)
     if B * T == 0:
-        inputs = (q, k, *(() if sinks is None else sinks[:3]))
-        return nothing_out(v.repeat_interleave(H // G, 2), *inputs), state
-    local = Local.of(window, scale, softcap, K)
-    seen = None if sinks is None or window is None else SeenSinks.of(sinks, window, sequences)
-
-    def run(q: Any, k: Any, v: Any, tail_k: Any, tail_v: Any, *far: Any) -> tuple[Tensor]:
-        tail = initial_state and initial_state._replace(keys=tail_k, values=tail_v)
-        options: dict[str, Any] = {}
-        if seen is not None:
-            options["sinks"] = seen._replace(q=far[0], keys=far[1], values=far[2])
-        return (WINDOW[chosen](q, k, v, local, sequences, tail, **options),)
-
-    given: dict[str, Any] = {"q": q, "k": k, "v": v}
-    given |= zip(("tail_k", "tail_v"), initial_state or NO_STATE, strict=False)
-    given |= zip(("sink_q", "sink_k", "sink_v"), seen or NO_SINKS, strict=False)
-    if chosen not in PYTORCH:  # these kernels read only what a query sees
-        return run(*given.values())[0], state
-    return isolated(run, _near(local, sequences, initial_state, seen), given)[0], state
+        out = nothing_out(v.repeat_interleave(H // G, 2), q, k, *(sinks or ())[:3])
+    else:
+        (out,) = WINDOW[chosen](call)
+    if not output_final_state:
+        return out, None
+    return out, final_window_state(k, v, window, key_mask, cu_seqlens, tail)
 
 
 def _elu(x: Tensor) -> Tensor:
@@ -663,7 +520,7 @@ def linear_attention(
         ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "linear_attention"
-    check_floats(op, {"q": q, "k": k, "v": v})
+    check_floats(op, q=q, k=k, v=v)
     named = isinstance(feature_map, str) and feature_map in FEATURE_MAPS
     if not (named or feature_map is None or callable(feature_map)):
         raise ValueError(
@@ -679,9 +536,8 @@ def linear_attention(
     for name, x, letters in (("q", q, "BTHF"), ("k", k, "BTHF"), ("v", v, "BTHD")):
         check_shape(op, name, x, letters, sizes)
     check_widths(op, sizes)
-    B, T, H, features, D = (sizes[c] for c in "BTHFD")
-    sequences = Sequences(key_mask, cu_seqlens, causal)
-    sequences, N = check_sequences(op, B, T, q.device, sequences)
+    (B, T, H, features), D = q.shape, v.shape[3]
+    sequences, N = check_sequences(op, B, T, q, key_mask, cu_seqlens, causal)
     if initial_state is not None:
         shapes = ((N, H, features, D), (N, H, features))
         check_state(op, initial_state, LinearState._fields, shapes, q.device)
@@ -693,15 +549,8 @@ def linear_attention(
         zeros = q.new_zeros(N, H, features, D)
         start = initial_state or LinearState(zeros, zeros[..., 0])
         return nothing_out(v, q, k), start if output_final_state else None
-
-    def run(q: Any, k: Any, v: Any, *earlier: Any) -> tuple[Tensor, ...]:
-        state = LinearState(*earlier) if earlier else None
-        out, after = LINEAR[chosen](q, k, v, sequences, state)
-        return out, *after
-
-    given = {"q": q, "k": k, "v": v.to(dtype)}
-    given |= zip(("memory", "normaliser"), initial_state or (), strict=False)
-    out, *after = isolated(run, View(sequences), given)
+    around = (key_mask, sequences.cu_seqlens, *(initial_state or NO_STATE), causal)
+    out, *after = LINEAR[chosen](Linear(q, k, v.to(dtype), *around))
     return out.to(v.dtype), LinearState(*after) if output_final_state else None
 
 
@@ -742,17 +591,18 @@ def rg_lru(
         ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "rg_lru"
-    inputs = {"x": x, "recurrence_gate": recurrence_gate, "input_gate": input_gate}
-    sizes = check_inputs(op, inputs, dict.fromkeys(inputs, "BTE"), empty="BTE")
-    check_parameters(op, x.device, sizes, theta=(theta, "E"))
+    inputs: Any = {"x": x, "recurrence_gate": recurrence_gate, "input_gate": input_gate}
+    sizes = check_inputs(op, ("BTE", "BTE", "BTE"), empty="BTE", **inputs)
+    check_parameter(op, x, sizes, "theta", theta, "E")
     B, T, E = x.shape
-    sequences = Sequences(key_mask, cu_seqlens)
-    sequences, N = check_sequences(op, B, T, x.device, sequences)
+    sequences, N = check_sequences(op, B, T, x, key_mask, cu_seqlens, causal=True)
     dtype = computation_dtype(x.dtype)
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, E),), x.device)
         initial_state = initial_state.to(dtype)
-    every = (x, recurrence_gate, input_gate, theta, initial_state)
+    gates = (recurrence_gate, input_gate, theta)
+    call = RGLRU(x, *gates, initial_state, key_mask, sequences.cu_seqlens, reverse)
+    every = call[:-1]  # tensors
     step = is_step(every, sequences)
     at = (x.device, lambda: unavailable_for(x))
     chosen = choose(op, backend, RG_LRU, *at, step=step, inputs=every)
@@ -760,19 +610,8 @@ def rg_lru(
         check_tangents(op, *every)
     if x.numel() == 0:
         last = x.new_zeros(N, E, dtype=dtype) if initial_state is None else initial_state
-        out = nothing_out(x, recurrence_gate, input_gate, theta)
-        return out, last if output_final_state else None
-
-    op_of_backend, given = RG_LRU[chosen], (x, recurrence_gate, input_gate)
-    if chosen in PYTORCH:
-
-        def run(*tensors: Any) -> tuple[Tensor, ...]:
-            return op_of_backend(*tensors[:3], theta, sequences, tensors[3], reverse)
-
-        view = View(sequences, reverse=reverse)
-        out, last = isolated(run, view, inputs | {"state": initial_state})
-    else:  # these kernels read only what a token sees
-        out, last = op_of_backend(*given, theta, sequences, initial_state, reverse)
+        return nothing_out(x, *gates), last if output_final_state else None
+    out, last = RG_LRU[chosen](call)
     return out, begun(last, sequences) if output_final_state else None
 
 
@@ -807,25 +646,25 @@ def causal_conv1d(
         ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.
     """
     op = "causal_conv1d"
-    sizes = check_inputs(op, {"x": x}, {"x": "BTE"}, empty="BTE")
-    parameters = {"weight": (weight, "EK")} | ({} if bias is None else {"bias": (bias, "E")})
-    check_parameters(op, x.device, sizes, **parameters)
+    sizes = check_inputs(op, ("BTE",), empty="BTE", x=x)
+    check_parameter(op, x, sizes, "weight", weight, "EK")
+    if bias is not None:
+        check_parameter(op, x, sizes, "bias", bias, "E")
     (B, T, E), K = x.shape, weight.shape[1]
     if K < 1:
         raise ValueError(f"{op}: weight must have at least one tap, got {tuple(weight.shape)}")
-    sequences = Sequences(key_mask, cu_seqlens)
-    sequences, N = check_sequences(op, B, T, x.device, sequences)
+    sequences, N = check_sequences(op, B, T, x, key_mask, cu_seqlens, causal=True)
     if initial_state is not None:
         check_state(op, (initial_state,), ("state",), ((N, K - 1, E),), x.device)
-    every = (x, weight, bias, initial_state)
-    step = is_step(every, sequences)
+    call = Convolution(x, weight, bias, initial_state, key_mask, sequences.cu_seqlens)
+    step = is_step(call, sequences)
     at = (x.device, lambda: unavailable_for(x))
-    chosen = choose(op, backend, CONVOLUTION, *at, step=step, inputs=every)
-    if chosen in ("cpu", "triton") and x.numel() == 0:
+    chosen = choose(op, backend, CONVOLUTION, *at, step=step, inputs=call)
+    if chosen not in PYTORCH and x.numel() == 0:
         chosen = "torch"  # there is nothing to launch kernels for
-    if chosen in ("cpu", "triton"):
-        check_tangents(op, *every)
-    out, tail = CONVOLUTION[chosen](x, weight, bias, sequences, initial_state)
+    if chosen not in PYTORCH:
+        check_tangents(op, *call)
+    out, tail = CONVOLUTION[chosen](call)
     return out, tail if output_final_state else None
 
 
@@ -858,16 +697,12 @@ def attention_weights(
     op = "attention_weights"
     if (q is None) != (k is None):
         raise ValueError(f"{op}: local q and k go together, got one of them")
-    local: dict[str, Any] = {} if q is None or k is None else {"q": q, "k": k}
-    letters = {"latent_k": "BTHL"} | ({"q": "BTHK", "k": "BTGK"} if local else {})
-    sizes = check_inputs(op, {"latent_q": latent_q, "latent_k": latent_k} | local, letters)
-    check_latent_queries(op, latent_q, sizes, window=bool(local))
-    if local:
-        check_window(op, window)
-        check_local(op, scale, softcap)
-        check_groups(op, sizes["H"], sizes["G"], "k")
-    sequences = Sequences(key_mask, cu_seqlens, causal)
-    sequences, _ = check_sequences(op, sizes["B"], sizes["T"], latent_q.device, sequences)
+    local: Any = {} if q is None or k is None else {"q": q, "k": k}
+    shapes = ("-", "BTHL", "BTHK", "BTGK") if local else ("-", "BTHL")
+    sizes = check_inputs(op, shapes, latent_q=latent_q, latent_k=latent_k, **local)
+    check_latent_queries(op, latent_q, latent_k, window=bool(local))
+    near = None if q is None else check_local(op, window, scale, softcap, q.shape[-1])
+    B, T = latent_k.shape[:2]
+    sequences, _ = check_sequences(op, B, T, latent_q, key_mask, cu_seqlens, causal)
     log_decay = check_log_decay(op, log_decay, sizes, latent_q, sequences)
-    near = Local.of(window, scale, softcap, sizes.get("K", 1))
     return reference.attention_weights(latent_q, latent_k, q, k, near, sequences, log_decay)

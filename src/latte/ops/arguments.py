@@ -1,10 +1,12 @@
-"""The arguments of the custom ops that several backends have, in one order for all of them.
+"""The arguments of the ops: what the interface gives to a backend, and the schemas of custom ops.
 
-Each class is the schema of an op (:mod:`latte.ops.custom_ops`): tensors, then numbers. A state that
-a call continues from is all of its tensors, or None for each of them.
+The interface (:mod:`latte.ops.api`) makes a value of one of these classes from a checked call, and
+each backend takes it. Such a class is also the schema of the backends' custom ops
+(:mod:`latte.ops.custom_ops`): tensors, then numbers. A state that a call continues from is all of
+its tensors, or None for each of them.
 
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, L latents, K key width, D value
-width, N states.
+width, E channels, N states.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from latte.ops.state import LateSources, SeenSinks, WindowState
+from latte.ops.state import LateSources, SeenSinks
 from latte.ops.tensors import Local, Sequences
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -23,12 +25,6 @@ Earlier = tuple[Tensor | None, ...]
 NO_STATE: Any = (None, None)
 NO_WINDOW: Any = (None, None, None)
 NO_SINKS: Any = (None, None, None, None, None)
-
-
-def sinks_of(*tensors: Tensor | None) -> SeenSinks | None:
-    """The sinks of an op's arguments."""
-    return None if tensors[0] is None else SeenSinks(*tensors)  # type: ignore[arg-type]
-
 
 # The arguments that have gradients.
 _STATE = ("log_mass", "mean", "log_decay")
@@ -50,19 +46,6 @@ class Latte(NamedTuple):
     mean: Tensor | None
     log_decay: Tensor | None = None
 
-    @classmethod
-    def of(
-        cls,
-        qkv: Three,
-        sequences: Sequences,
-        earlier: tuple[Tensor, Tensor] | None,
-        log_decay: Tensor | None = None,
-    ) -> Latte:
-        """The arguments of a call."""
-        key_mask, cu_seqlens, _ = sequences
-        log_mass, mean = earlier or NO_STATE
-        return cls(*qkv, key_mask, cu_seqlens, log_mass, mean, log_decay)
-
     @property
     def qkv(self) -> Three:
         return self.q, self.k, self.v
@@ -77,7 +60,7 @@ class Latte(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Arguments of :func:`latte.ops.sliding_window_attention` with a window."""
+    """Arguments of :func:`latte.ops.sliding_window_attention`."""
 
     q: Tensor
     k: Tensor
@@ -92,24 +75,10 @@ class Window(NamedTuple):
     sink_v: Tensor | None
     sink_mask: Tensor | None
     sinks_seen: Tensor | None
-    window: int
+    window: int  # None is all keys. No custom op takes that.
     scale: float
     softcap: float
     causal: bool
-
-    @classmethod
-    def of(
-        cls,
-        qkv: Three,
-        local: Local,
-        sequences: Sequences,
-        tail: WindowState | None,
-        sinks: SeenSinks | None,
-    ) -> Window:
-        """The arguments of a call."""
-        key_mask, cu_seqlens, causal = sequences
-        around = (key_mask, cu_seqlens, *(tail or NO_WINDOW), *(sinks or NO_SINKS))
-        return cls(*qkv, *around, *local, causal)  # type: ignore[call-arg, arg-type]
 
     @property
     def qkv(self) -> Three:
@@ -129,17 +98,62 @@ class Window(NamedTuple):
 
     @property
     def sinks(self) -> SeenSinks | None:
-        return sinks_of(self.sink_q, self.sink_k, self.sink_v, self.sink_mask, self.sinks_seen)
+        """The sinks, if there are any."""
+        tensors: Any = self[8:13]
+        return None if self.sink_q is None else SeenSinks(*tensors)
 
 
 class Macchiato(NamedTuple):
-    """Arguments of :func:`latte.ops.macchiato_attention`.
+    """Arguments of :func:`latte.ops.macchiato_attention`, and of its native op."""
+
+    latent_q: Tensor  # column 0 is the window's logit
+    latent_k: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    log_mass: Tensor | None
+    mean: Tensor | None
+    log_decay: Tensor | None
+    tail_k: Tensor | None
+    tail_v: Tensor | None
+    tail_mask: Tensor | None
+    sink_q: Tensor | None
+    sink_k: Tensor | None
+    sink_v: Tensor | None
+    sink_mask: Tensor | None
+    sinks_seen: Tensor | None
+    pending_k: Tensor | None
+    pending_v: Tensor | None
+    pending_mask: Tensor | None
+    window: int
+    scale: float
+    softcap: float
+    delay: bool
+    joint: bool
+
+    def near(self, causal: bool = True) -> Window:
+        """The arguments of the window."""
+        return Window(*self[2:7], *self[10:18], *self[21:24], causal)  # type: ignore[arg-type]
+
+    def late(self, causal: bool) -> LateSources:
+        """The sources that delayed latents read."""
+        sequences = Sequences(self.key_mask, self.cu_seqlens, causal)
+        pending: Any = self[18:21]
+        return LateSources.of(
+            *(self.latent_k, self.v, self.window, sequences, pending, self.log_mass)
+        )
+
+
+class Mixture(NamedTuple):
+    """Arguments of the ops that compute :class:`Macchiato` from delayed sources, if it has some.
 
     With delayed latents, ``latent_k``, ``late_v`` and ``late_mask`` belong to the tokens that the
     latents read at each time, and ``begun`` says whether they have read any.
     """
 
-    latent_q: Tensor  # column 0 is the window's logit
+    latent_q: Tensor
     latent_k: Tensor
     q: Tensor
     k: Tensor
@@ -167,59 +181,47 @@ class Macchiato(NamedTuple):
     joint: bool = False
 
     @classmethod
-    def of(
-        cls,
-        latents: tuple[Tensor, Tensor],
-        qkv: Three,
-        local: Local,
-        sequences: Sequences,
-        earlier: tuple[Tensor, Tensor] | None,
-        tail: WindowState | None,
-        log_decay: Tensor | None,
-        sinks: SeenSinks | None,
-        late: LateSources | None,
-        joint: bool = False,
-    ) -> Macchiato:
-        """The arguments of a call.
+    def of(cls, x: Macchiato, causal: bool) -> Mixture:
+        """The arguments of a call."""
+        latent_k, late = x.latent_k, NO_WINDOW
+        if x.delay:
+            latent_k, *late = x.late(causal)
+        around = (*x[2:18], *late, *x[21:24], causal, x.joint)
+        return cls(x.latent_q, latent_k, *around)  # type: ignore[call-arg]
 
-        Args:
-            latents: Query and key logits of the latents.
-            late: Sources that the latents read at each token, if they are late.
-        """
-        key_mask, cu_seqlens, causal = sequences
-        latent_q, latent_k = latents
-        if late is not None:
-            latent_k = late.keys
-        late_sources = NO_WINDOW if late is None else late[1:]
-        return cls(  # type: ignore[call-arg]
-            *(latent_q, latent_k, *qkv, key_mask, cu_seqlens, *(earlier or NO_STATE), log_decay),
-            *(*(tail or NO_WINDOW), *(sinks or NO_SINKS), *late_sources),
-            *(*local, causal, joint),
-        )
-
-    @property
-    def qkv(self) -> Three:
-        return self.q, self.k, self.v
-
-    @property
-    def sequences(self) -> Sequences:
-        return Sequences(self.key_mask, self.cu_seqlens, self.causal)
-
-    @property
-    def local(self) -> Local:
-        return Local(self.window, self.scale, self.softcap)
+    def near(self) -> Window:
+        """The arguments of the window."""
+        return Window(*self[2:7], *self[10:18], *self[21:24], self.causal)  # type: ignore[arg-type]
 
     @property
     def earlier(self) -> Earlier:
         return self.log_mass, self.mean
 
-    @property
-    def tail(self) -> Earlier:
-        return self.tail_k, self.tail_v, self.tail_mask
 
-    @property
-    def sinks(self) -> SeenSinks | None:
-        return sinks_of(self.sink_q, self.sink_k, self.sink_v, self.sink_mask, self.sinks_seen)
+class Linear(NamedTuple):
+    """Arguments of :func:`latte.ops.linear_attention`: features, in the dtype of the sums."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    memory: Tensor | None
+    normaliser: Tensor | None
+    causal: bool
+
+
+class RGLRU(NamedTuple):
+    """Arguments of :func:`latte.ops.rg_lru`."""
+
+    x: Tensor
+    recurrence_gate: Tensor
+    input_gate: Tensor
+    theta: Tensor
+    initial_state: Tensor | None
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    reverse: bool
 
 
 class Convolution(NamedTuple):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +21,22 @@ from latte.ops.state import (
     WindowState,
     with_all_values,
 )
-from latte.ops.tensors import Sequences, computation_dtype, without_masked
+from latte.ops.tensors import (
+    Local,
+    Sequences,
+    computation_dtype,
+    has_tangent,
+    without_masked,
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LARGEST_WINDOW = 2**63 - 1  # that the kernels take
+PAPER = Partition()
 
 
-def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
+def check_floats(op: str, **tensors: Tensor) -> None:
     """All tensors are floating point, of one dtype and on one device."""
-    first: Tensor | None = None
+    first_name, first = next(iter(tensors.items()))
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
@@ -36,13 +44,11 @@ def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
             raise ValueError(
                 f"{op}: {name} must be float32, bfloat16, float16 or float64, got {x.dtype}"
             )
-        if first is None:
-            first, first_name = x, name
-        elif x.dtype != first.dtype:
+        if x.dtype != first.dtype:
             raise ValueError(
                 f"{op}: {name} must have the dtype of {first_name}, {first.dtype}, got {x.dtype}"
             )
-        elif x.device != first.device:
+        if x.device != first.device:
             raise ValueError(
                 f"{op}: {name} must be on the device of {first_name}, {first.device}, "
                 f"got {x.device}"
@@ -51,53 +57,69 @@ def check_floats(op: str, tensors: dict[str, Tensor]) -> None:
 
 def check_shape(op: str, name: str, x: Tensor, letters: str, sizes: dict[str, int]) -> None:
     """``x`` has the dimensions named by ``letters``; unknown letters are learnt into ``sizes``."""
-    check_shapes(op, {name: x}, {name: letters}, sizes)
-
-
-def check_shapes(
-    op: str, tensors: dict[str, Tensor], letters: dict[str, str], sizes: dict[str, int]
-) -> None:
-    """As :func:`check_shape`, for all tensors that have letters. One function: every call asks."""
-    for name, dims in letters.items():
-        x = tensors[name]
-        if isinstance(x, Tensor) and x.ndim == len(dims):
-            shape = x.shape
-            for letter, size in zip(dims, shape, strict=True):
-                if sizes.get(letter, size) != size:
-                    break
-            else:
-                sizes.update(zip(dims, shape, strict=True))
-                continue
-        # Only for an error: a graph that prints a size is for that size alone.
-        expected = ", ".join([f"{c}={sizes[c]}" if c in sizes else c for c in dims])
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{op}: {name} must be a tensor ({expected}), got {type(x).__name__}")
-        raise ValueError(f"{op}: {name} must have shape ({expected}), got {tuple(x.shape)}")
+    if isinstance(x, Tensor) and x.ndim == len(letters):
+        for letter, size in zip(letters, x.shape, strict=True):
+            if sizes.get(letter, size) != size:
+                break
+        else:
+            sizes.update(zip(letters, x.shape, strict=True))
+            return
+    # Only here, because a graph that prints a size is for that size alone.
+    wanted = "(" + ", ".join(f"{c}={sizes[c]}" if c in sizes else c for c in letters) + ")"
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{op}: {name} must be a tensor {wanted}, got {type(x).__name__}")
+    raise ValueError(f"{op}: {name} must have shape {wanted}, got {tuple(x.shape)}")
 
 
 def check_inputs(
-    op: str, tensors: dict[str, Tensor], letters: dict[str, str], empty: str = "BT"
+    op: str, shapes: tuple[str, ...], *, empty: str = "BT", **inputs: Tensor
 ) -> dict[str, int]:
-    """Dtypes, devices, then shapes of inputs named with their letters: the size of each letter.
+    """Check dtypes, devices and shapes of inputs, and return the size of each letter.
+
+    If there is a G, the G key/value heads must serve the H query heads.
 
     Args:
-        tensors: Inputs by their names.
-        letters: Letters of the inputs' dimensions. An input without letters has any shape.
+        shapes: Shape of each input in letters, such as ``("BTHL", "BTGD")``. ``"-"`` is any shape.
         empty: Letters of sizes that may be 0. By default rows and tokens, not heads and widths.
     """
-    check_floats(op, tensors)
     sizes: dict[str, int] = {}
-    check_shapes(op, tensors, letters, sizes)
-    for letter, size in sizes.items():
-        if not size and letter not in empty:
-            check_widths(op, sizes, empty)
+    dtype, device, fits = None, None, True
+    for letters, x in zip(shapes, inputs.values(), strict=True):
+        if not isinstance(x, Tensor):
+            fits = False
+            break
+        if dtype is None:
+            dtype, device = x.dtype, x.device
+        elif x.dtype != dtype or x.device != device:
+            fits = False
+        if letters != "-":
+            shape = x.shape
+            if len(shape) != len(letters):
+                fits = False
+            for letter, size in zip(letters, shape, strict=False):
+                if sizes.setdefault(letter, size) != size:
+                    fits = False
+    if not fits or dtype not in FLOATS:  # say what does not fit
+        check_floats(op, **inputs)
+        sizes = {}
+        for letters, name in zip(shapes, inputs, strict=True):
+            if letters != "-":
+                check_shape(op, name, inputs[name], letters, sizes)
+    if not all(sizes.values()):
+        check_widths(op, sizes, empty)
+    if "G" in sizes and sizes["H"] % sizes["G"]:
+        grouped = [x for letters, x in zip(shapes, inputs, strict=True) if "G" in letters]
+        raise ValueError(
+            f"{op}: {' and '.join(grouped)} must have a number of heads that divides "
+            f"{sizes['H']}, got {sizes['G']}"
+        )
     return sizes
 
 
-def check_latent_queries(op: str, latent_q: Tensor, sizes: dict[str, int], window: bool) -> None:
+def check_latent_queries(op: str, latent_q: Tensor, latent_k: Tensor, window: bool) -> None:
     """``latent_q`` fits ``latent_k``, with one column more, the first, if there is a window."""
-    B, T, H, L = sizes["B"], sizes["T"], sizes["H"], sizes["L"]
-    if latent_q.shape == (B, T, H, L + window):
+    B, T, H, L = latent_k.shape
+    if tuple(latent_q.shape) == (B, T, H, L + window):
         return
     wanted = f"(B={B}, T={T}, H={H}, L={L}), the shape of latent_k"
     if window:
@@ -108,23 +130,17 @@ def check_latent_queries(op: str, latent_q: Tensor, sizes: dict[str, int], windo
     raise ValueError(f"{op}: latent_q must have shape {wanted}, got {tuple(latent_q.shape)}")
 
 
-def check_groups(op: str, H: int, G: int, name: str) -> None:
-    """G key/value heads serve H query heads."""
-    if G == 0 or H % G:
-        raise ValueError(f"{op}: {name} must have a number of heads that divides {H}, got {G}")
-
-
 def check_widths(op: str, sizes: dict[str, int], empty: str = "BT") -> None:
     """There may be no rows and no tokens, but heads and widths are at least 1."""
-    missing = []
+    missing = ""
     for letter, size in sizes.items():
         if not size and letter not in empty:
-            missing.append(f"{letter}=0")
+            missing += f", {letter}=0"
     if missing:
-        raise ValueError(f"{op}: heads and widths must be at least 1, got {', '.join(missing)}")
+        raise ValueError(f"{op}: heads and widths must be at least 1, got {missing[2:]}")
 
 
-def check_tangents(op: str, *tensors: Tensor | None) -> None:
+def check_tangents(op: str, *inputs: Tensor | None) -> None:
     """No derivative is asked of an op that has none.
 
     For forward mode PyTorch would answer 0. Gradients by ``torch.func`` (``grad``, ``jacrev``,
@@ -132,58 +148,62 @@ def check_tangents(op: str, *tensors: Tensor | None) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if torch._C._functorch.peek_interpreter_stack() is not None and _differentiates():
-        raise NotImplementedError(
-            f"{op}: gradients by torch.func need backend='reference', the others have none;"
-            " torch.autograd.grad works with all of them"
-        )
-    if forward_ad._current_level < 0:
-        return
-    for x in tensors:
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+    for transform in torch._C._functorch.get_interpreter_stack() or ():
+        if transform.key() == torch._C._functorch.TransformType.Grad:
             raise NotImplementedError(
-                f"{op}: forward-mode derivatives need backend='reference', the others have none"
+                f"{op}: gradients by torch.func need backend='reference', the others have none;"
+                " torch.autograd.grad works with all of them"
             )
+    if forward_ad._current_level >= 0 and has_tangent(inputs):
+        raise NotImplementedError(
+            f"{op}: forward-mode derivatives need backend='reference', the others have none"
+        )
 
 
-def _differentiates() -> bool:
-    """Whether ``torch.func`` is computing gradients."""
-    kinds = (x.key() for x in torch._C._functorch.get_interpreter_stack() or ())
-    return any(kind == torch._C._functorch.TransformType.Grad for kind in kinds)
+def check_local(
+    op: str,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    K: int,
+    *,
+    full: bool = False,
+) -> Local:
+    """Check a window (a number of keys) and its logits' scale (finite) and soft cap (positive).
 
-
-def check_window(op: str, window: int | None, *, optional: bool = False) -> None:
-    """``window`` is a number of keys, self included."""
-    if window is None and optional:
-        return
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"{op}: window must be a positive number of keys, got {window!r}")
-    if window > LARGEST_WINDOW:
-        raise ValueError(f"{op}: window must be at most {LARGEST_WINDOW:,} keys, got {window:,}")
-
-
-def check_local(op: str, scale: float | None, softcap: float | None) -> None:
-    """Check the local logits' ``scale`` (None or finite) and ``softcap`` (None or positive)."""
+    Args:
+        K: Width of the keys, for the default scale.
+        full: Whether the window may be None: all keys.
+    """
+    if window is not None or not full:
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(f"{op}: window must be a positive number of keys, got {window!r}")
+        if window > LARGEST_WINDOW:
+            raise ValueError(
+                f"{op}: window must be at most {LARGEST_WINDOW:,} keys, got {window:,}"
+            )
     try:
         finite = scale is None or math.isfinite(scale)
     except TypeError:  # no number
         finite = False
     if not finite:
         raise ValueError(f"{op}: scale must be None or a finite number, got {scale!r}")
-    if softcap is None:
-        return
-    if not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf:
+    if softcap is not None and (
+        not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf
+    ):
         raise ValueError(f"{op}: softcap must be None or a positive number, got {softcap!r}")
+    return Local(window, 1.0 / math.sqrt(K) if scale is None else float(scale), softcap or 0.0)
 
 
 def check_sequences(
-    op: str, B: int, T: int, device: torch.device, sequences: Sequences
+    op: str, B: int, T: int, x: Tensor, key_mask: Tensor | None, cu: Tensor | None, causal: bool
 ) -> tuple[Sequences, int]:
-    """Check mask and packing; the number of states is N when packed and B otherwise.
+    """Check mask and packing for inputs on the device of x.
 
-    Returns the sequences to go on with: a graph checks the bounds that it then uses.
+    Returns:
+        The sequences, and the number of states: N if packed, else B.
     """
-    key_mask, cu, _ = sequences
+    device = x.device
     if key_mask is not None:
         check_shape(op, "key_mask", key_mask, "BT", {"B": B, "T": T})
         if key_mask.dtype != torch.bool:
@@ -191,7 +211,7 @@ def check_sequences(
         if key_mask.device != device:
             raise ValueError(f"{op}: key_mask must be on {device}, got {key_mask.device}")
     if cu is None:
-        return sequences, B
+        return Sequences(key_mask, None, causal), B
     if not isinstance(cu, Tensor) or cu.ndim != 1 or cu.shape[0] < 2:
         came = tuple(cu.shape) if isinstance(cu, Tensor) else type(cu).__name__
         raise ValueError(f"{op}: cu_seqlens must be a tensor (N+1,) with N >= 1, got {came}")
@@ -201,11 +221,11 @@ def check_sequences(
         raise ValueError(f"{op}: cu_seqlens must be on {device}, got {cu.device}")
     if B != 1:
         raise ValueError(f"{op}: packed sequences (cu_seqlens) need a batch of 1, got {B}")
-    if cu.device.type == "cpu" and torch.compiler.is_compiling():
-        sequences = sequences._replace(cu_seqlens=_checked_bounds(cu, T, op))
-    elif cu.device.type == "cpu":
+    if device.type == "cpu" and torch.compiler.is_compiling():
+        cu = _checked_bounds(cu, T, op)  # the graph checks the bounds that it uses
+    elif device.type == "cpu":
         _check_bounds(cu, T, op)
-    return sequences, cu.shape[0] - 1
+    return Sequences(key_mask, cu, causal), cu.shape[0] - 1
 
 
 def _check_bounds(cu: Tensor, T: int, op: str) -> None:
@@ -259,10 +279,16 @@ def check_latte_state(
     """The state fits N, H, L, D; as wide as what is computed with inputs like ``q``."""
     if state is None:
         return None
+    dtype = computation_dtype(q.dtype)
     parts = 3 if isinstance(state, tuple) and len(state) == 3 else 2
     names, shapes = ("log_mass", "mean", "log_decay"), (sizes[:3], sizes, sizes[:3])
     check_state(op, state, names[:parts], shapes[:parts], q.device)
-    return LatteState(*(x.to(computation_dtype(q.dtype)) for x in state))
+    if (
+        isinstance(state, LatteState)
+        and state[0].dtype == state[1].dtype == state[-1].dtype == dtype
+    ):
+        return state
+    return LatteState(*[x.to(dtype) for x in state])
 
 
 def check_log_decay(
@@ -277,7 +303,7 @@ def check_log_decay(
         return None
     if not sequences.causal:
         raise ValueError(f"{op}: log_decay needs causal=True: a bidirectional latent has no past")
-    check_floats(op, {"log_decay": log_decay})
+    check_floats(op, log_decay=log_decay)
     if log_decay.ndim == 2:
         check_shape(op, "log_decay", log_decay, "HL", sizes)
     else:
@@ -324,8 +350,14 @@ def check_window_state(
     if oldest_alone and isinstance(state[1], Tensor) and state[1].shape[1:2] == (1,):
         held = 1
     shapes = ((N, P, *k_BTGK.shape[2:]), (N, held, *v_BTGD.shape[2:]), (N, P))
-    check_state(op, tuple(state), ("keys", "values", "mask"), shapes, k_BTGK.device)
+    check_state(op, state, ("keys", "values", "mask"), shapes, k_BTGK.device)
     keys, values, mask = state
+    if (
+        isinstance(state, WindowState)
+        and keys.dtype == k_BTGK.dtype
+        and values.dtype == v_BTGD.dtype
+    ):
+        return state
     return WindowState(keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype), mask)
 
 
@@ -347,7 +379,7 @@ def check_macchiato_state(
     if state is None:
         return None, None, None
     named = hasattr(state, "pending")
-    parts = (state.latent, state.window, state.pending) if named else state
+    parts: Any = (state.latent, state.window, state.pending) if named else state
     if getattr(state, "kept", None) is not None:
         raise ValueError(f"{op}: initial_state has kept tokens, but partition.kept does not")
     if named and parts == (None, None, None):
@@ -359,21 +391,22 @@ def check_macchiato_state(
         if delay:
             kind = "(LatteState, WindowState, WindowState), as delay=True makes it,"
         raise ValueError(f"{op}: initial_state must be the tuple {kind} that came out, got {came}")
-    latents, tail, pending = (*parts, None)[:3]
-    latents = check_latte_state(op, latents, sizes, k_BTGK)
-    tail = check_window_state(op, tail, window, sizes[0], k_BTGK, v_BTGD)
-    if pending is None or tail is None:
+    latents = check_latte_state(op, parts[0], sizes, k_BTGK)
+    tail = check_window_state(op, parts[1], window, sizes[0], k_BTGK, v_BTGD)
+    if not delay:
         return latents, tail, None
-    unread = check_window_state(
-        op, pending, window + 1, sizes[0], latent_k_BTHL, v_BTGD, oldest_alone=True
+    pending = check_window_state(
+        op, parts[2], window + 1, sizes[0], latent_k_BTHL, v_BTGD, oldest_alone=True
     )
-    return latents, tail, unread and with_all_values(unread, tail)
+    if pending is not None and tail is not None:
+        pending = with_all_values(pending, tail)
+    return latents, tail, pending
 
 
 def check_partition(op: str, partition: Partition | None) -> Partition:
     """The division of the past; that of the paper if it is None."""
     if partition is None:
-        return Partition()
+        return PAPER
     if not isinstance(partition, Partition):
         raise ValueError(f"{op}: partition must be a Partition, got {type(partition).__name__}")
     return partition
@@ -405,7 +438,7 @@ def check_sinks(
     if not causal:
         raise ValueError(f"{op}: sinks need causal=True: a bidirectional window has no past")
     sinks = Sinks(*sinks)
-    check_floats(op, {"q": q, "sinks.q": sinks.q})
+    check_floats(op, **{"q": q, "sinks.q": sinks.q})
     sizes, letters = sizes | {"N": N}, ("BTHK", "NnGK", "NnGD", "Nn", "N")
     for name, shape, x in zip(Sinks._fields, letters, sinks, strict=True):
         if x is None:
@@ -426,13 +459,12 @@ def check_sinks(
     return sinks._replace(keys=sinks.keys.to(q.dtype), values=sinks.values.to(q.dtype))
 
 
-def check_parameters(
-    op: str, device: torch.device, sizes: dict[str, int], **parameters: tuple[Tensor, str]
+def check_parameter(
+    op: str, inputs: Tensor, sizes: dict[str, int], name: str, x: Tensor, letters: str
 ) -> None:
-    """Parameters have these shapes, a floating dtype, whichever, and the device of the inputs."""
-    for name, (x, letters) in parameters.items():
-        check_shape(op, name, x, letters, sizes)
-        if x.dtype not in FLOATS:
-            raise ValueError(f"{op}: {name} must be floating point, got {x.dtype}")
-        if x.device != device:
-            raise ValueError(f"{op}: {name} must be on {device}, got {x.device}")
+    """A parameter has this shape, a floating dtype, whichever, and the device of the inputs."""
+    check_shape(op, name, x, letters, sizes)
+    if x.dtype not in FLOATS:
+        raise ValueError(f"{op}: {name} must be floating point, got {x.dtype}")
+    if x.device != inputs.device:
+        raise ValueError(f"{op}: {name} must be on {inputs.device}, got {x.device}")

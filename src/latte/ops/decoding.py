@@ -28,18 +28,24 @@ def serves(x: Tensor, most_rows: int = MOST_ROWS) -> bool:
     # A step asks this for each of its kernels, so the questions are in their cheapest form.
     if torch.is_grad_enabled() or x.numel() > most_rows * x.size(-1) or not takes(x):
         return False
-    if torch.is_autocast_enabled("cpu"):
-        return False
-    return torch.compiler.is_compiling() or (
-        torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
-    )
+    return not torch.is_autocast_enabled("cpu")
 
 
-def takes(x: Tensor) -> bool:
-    """The kernels take tensors like x, and no other backend was named."""
+def takes(x: Tensor, compiled: bool = True) -> bool:
+    """The kernels take tensors like x, and no other backend was named.
+
+    They are not for forward mode and the transforms of ``torch.func``.
+
+    Args:
+        compiled: Whether ``torch.compile`` keeps them. It fuses PyTorch's pointwise operations.
+    """
     if (backend.here.backend or backend.default) not in (None, "cpu"):
         return False
     if x.dtype not in DTYPES or type(x) is not Tensor or not x.is_cpu:
+        return False
+    if torch.compiler.is_compiling():
+        return compiled and cpp_backend.ready()
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
     return cpp_backend.ABSENT is None or cpp_backend.ready()
 

@@ -39,10 +39,12 @@ from latte.ops.tensors import (
 # What reads the inputs of ops, by the name of the input.
 QUERIES = ("q", "latent_q", "sink_q")  # (B, T, ...): the token alone
 SOURCES = ("k", "v", "latent_k", "log_decay", "x", "recurrence_gate", "input_gate")  # (B, T, ...)
-STATES = ("log_mass", "mean", "memory", "normaliser", "state")  # (N, ...): the whole sequence
+# (N, ...): the whole sequence
+STATES = ("log_mass", "mean", "memory", "normaliser", "initial_state")
 TAIL = ("tail_k", "tail_v")  # (N, P, ...): queries whose window reaches so far back
 PENDING = ("pending_k", "pending_v")  # (N, P, ...): the whole sequence
 SINKS = ("sink_k", "sink_v")  # (N, n, ...): queries that see the sink
+READ = {*QUERIES, *SOURCES, *STATES, *TAIL, *PENDING, *SINKS}
 # Where -inf is a number: it has no weight.
 LOGITS = ("latent_k", "log_mass", "pending_k")
 
@@ -58,7 +60,16 @@ class View(NamedTuple):
     tail_mask: Tensor | None = None  # (N, P) bool
     pending_mask: Tensor | None = None  # (N, P) bool
     sink_mask: Tensor | None = None  # (N, n) bool
-    sinks_seen: Tensor | None = None  # (B, T): so many of the sinks
+    sinks_seen: Tensor | None = None  # (B, T), number of sinks that a query sees
+
+    @classmethod
+    def of(cls, x: Any, causal: bool) -> View:
+        """What a query sees in a call with these arguments (:mod:`latte.ops.arguments`)."""
+        given = x._asdict()
+        if "latent_k" in given:  # latents see sources before the window
+            del given["window"]
+        sequences = Sequences(x.key_mask, x.cu_seqlens, given.get("causal", causal))
+        return cls(sequences, **{name: given[name] for name in cls._fields if name in given})
 
 
 class Bad(NamedTuple):
@@ -141,6 +152,24 @@ class Bad(NamedTuple):
             sinks = F.pad(self.sinks.long().cumsum(1), (1, 0))
             reached = reached | (sinks[row, view.sinks_seen] > 0)
         return reached, own_N | before_N
+
+
+def isolating(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """A backend's op, in which what is not finite stays in its own sequence.
+
+    The op takes arguments and, for latents, whether it is causal. It gives the output and the final
+    states.
+    """
+
+    def isolating_op(x: Any, *causal: bool) -> tuple[Tensor, ...]:
+        given = {name: y for name, y in x._asdict().items() if name in READ}
+
+        def run(*values: Any) -> tuple[Tensor, ...]:
+            return op(x._replace(**dict(zip(given, values, strict=True))), *causal)
+
+        return isolated(run, View.of(x, all(causal)), given)
+
+    return isolating_op
 
 
 def isolated(

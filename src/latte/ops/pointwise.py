@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from latte.ops import backend as backends
 from latte.ops import cpp_backend, decoding, reference
 from latte.ops.backend import named_backend
 from latte.ops.cpp_backend import pointwise as cpp_pointwise
@@ -56,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = Non
         # A step of many rows is quicker by PyTorch's operations.
         worth = torch.is_grad_enabled() or not (x.ndim <= 2 or x.shape[1] == 1)
         worth = worth and x.dtype != torch.bfloat16
-        native = worth and _native(x) and decoding.fits(x, weight)
+        native = worth and decoding.takes(x, compiled=False) and decoding.fits(x, weight)
         if native and not torch.is_grad_enabled():
             return torch.ops.latte.cpu_norm_rows(x.contiguous(), weight, eps)[0]
         backend = "cpu" if native else _without_kernels()
@@ -72,7 +70,7 @@ def silu_product(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Ten
         ValueError: The backend is not available for these inputs.
     """
     if backend is None:
-        native = gate.dtype == up.dtype and _native(gate)
+        native = gate.dtype == up.dtype and decoding.takes(gate, compiled=False)
         if native and not torch.is_grad_enabled():
             return torch.ops.latte.cpu_glu(gate.contiguous(), up.contiguous())
         backend = "cpu" if native else _without_kernels()
@@ -95,7 +93,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -
     if backend is None:
         table = cos.shape[1:] == (x.shape[1], 1, x.shape[-1] // 2)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        native = table and cos.dtype == wide and _native(x)
+        native = table and cos.dtype == wide and decoding.takes(x, compiled=False)
         if native and not torch.is_grad_enabled():
             tables = cos.contiguous(), sin.contiguous()
             return torch.ops.latte.cpu_rotate(x.contiguous(), *tables, 1.0)
@@ -103,19 +101,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -
     else:
         _check("rotate", backend, x)
     return ROTATE[backend](x, cos, sin)
-
-
-def _native(x: Tensor) -> bool:
-    """Whether the native kernels take tensors like x, one by one on a CPU."""
-    if type(x) is not Tensor or not x.is_cpu or x.dtype not in decoding.DTYPES:
-        return False
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    if (backends.here.backend or backends.default) not in (None, "cpu"):
-        return False
-    return cpp_backend.ABSENT is None or cpp_backend.ready()
 
 
 def _without_kernels() -> str:

@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.state import (
-    LateSources,
-    LatteState,
-    LinearState,
-    SeenSinks,
-    WindowState,
-    last_tokens,
-    merge_states,
-    total_log_decay,
-)
+from latte.ops.arguments import RGLRU, Convolution, Latte, Linear, Macchiato, Three, Window
+from latte.ops.state import last_tokens, merge_states, total_log_decay
 from latte.ops.tensors import (
     Local,
     Sequences,
@@ -125,17 +117,11 @@ def latte_weights(
     return masked_softmax(logits_BHTS, seen)
 
 
-def latte_attention(
-    q_BTHL: Tensor,
-    k_BTHL: Tensor,
-    v_BTHD: Tensor,
-    sequences: Sequences,
-    earlier: tuple[Tensor, Tensor] | None,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor, LatteState]:
-    """y_t = sum_l p(l|t) sum_s p(s|l,t) v_s (paper, eq. 6-14)."""
-    dtype = v_BTHD.dtype
-    q_BTHL, k_BTHL, v_BTHD = wide(q_BTHL, k_BTHL, v_BTHD)
+def latte_attention(x: Latte, causal: bool) -> tuple[Tensor, ...]:
+    """y_t = sum_l p(l|t) sum_s p(s|l,t) v_s (paper, eq. 6-14). Returns y, log-mass and mean."""
+    dtype, sequences, log_decay = x.v.dtype, x.sequences._replace(causal=causal), x.log_decay
+    earlier = None if x.log_mass is None or x.mean is None else (x.log_mass, x.mean)
+    q_BTHL, k_BTHL, v_BTHD = wide(*x.qkv)
     B, T, H, L = q_BTHL.shape
     seen = visible_sources(T, sequences, q_BTHL.device)
     p_BTHL = F.softmax(q_BTHL, -1)
@@ -161,12 +147,12 @@ def latte_attention(
         k_BTHL = k_BTHL + (_per_token(total_NHL, sequences, B, T) - lost)
         if earlier is not None:
             earlier = (earlier[0] + total_NHL, earlier[1])
-    return out_BHTD.transpose(1, 2).to(dtype), _latte_state(k_BTHL, v_BTHD, own_NT, earlier)
+    return out_BHTD.transpose(1, 2).to(dtype), *_latte_state(k_BTHL, v_BTHD, own_NT, earlier)
 
 
 def _latte_state(
     k_BTHL: Tensor, v_BTHD: Tensor, seen_NT: Tensor, earlier: tuple[Tensor, Tensor] | None
-) -> LatteState:
+) -> tuple[Tensor, Tensor]:
     """Log-mass and mean over all sources of a sequence, merged with the earlier state."""
     N = seen_NT.shape[0]
     k_NHLT = k_BTHL.expand(N, -1, -1, -1).permute(0, 2, 3, 1)
@@ -180,7 +166,7 @@ def _latte_state(
     log_mass = torch.where(empty, -torch.inf, top + torch.log(torch.where(empty, 1.0, mass)))
     if earlier is not None:
         log_mass, mean = merge_states(*earlier, log_mass, mean)
-    return LatteState(log_mass, mean)
+    return log_mass, mean
 
 
 def window_logits(q_BTHK: Tensor, k_BSGK: Tensor, local: Local) -> Tensor:
@@ -200,21 +186,14 @@ def _kept_logits(
     return window_logits(q_BTHK.transpose(0, 1), keys_TPGK, local).permute(2, 1, 0, 3)
 
 
-def sliding_window_attention(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    local: Local,
-    sequences: Sequences,
-    tail: WindowState | None,
-    sinks: SeenSinks | None = None,
-) -> Tensor:
+def sliding_window_attention(x: Window) -> tuple[Tensor]:
     """Softmax attention over the last ``window`` keys, self included; over all keys if None.
 
     Sinks that have left the window are visible too.
     """
-    dtype, (key_mask, cu_seqlens, _) = v_BTGD.dtype, sequences
-    q_BTHK, k_BTGK, v_BTGD = wide(q_BTHK, k_BTGK, v_BTGD)
+    dtype, local, sequences, sinks = x.v.dtype, x.local, x.sequences, x.sinks
+    key_mask, cu_seqlens, _ = sequences
+    q_BTHK, k_BTGK, v_BTGD = wide(*x.qkv)
     B, T, H, _ = q_BTHK.shape
     k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
     seen = visible_sources(T, sequences, q_BTHK.device, local.window).expand(B, T, T)
@@ -222,16 +201,16 @@ def sliding_window_attention(
     repeats = H // v_BTGD.shape[2]
     # The past that each sequence keeps: logits, whether they are seen, values (N, P, G, D).
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
-    if tail is not None:
+    keys, values, mask = x.tail
+    if keys is not None and values is not None and mask is not None:
         # The earlier keys come before the sequence's own: the distance of tail slot j of P from
         # a query is (position in the sequence) + P - j.
-        P = tail.keys.shape[1]
+        P = keys.shape[1]
         position = torch.arange(T, device=q_BTHK.device)
         if cu_seqlens is not None:
             position = position - sequence_starts(cu_seqlens, T)
         gap = position[:, None] + P - torch.arange(P, device=q_BTHK.device)[None]
         near = gap >= 0 if local.window is None else gap < local.window
-        keys, values, mask = tail  # kept as they came; callers widen the others
         keys, values = keys.to(k_BTGK.dtype), values.to(v_BTGD.dtype)
         keys, values = (without_masked(mask, x) for x in (keys, values))
         tail_seen = near[None] & _per_token(mask, sequences, B, T)
@@ -255,24 +234,10 @@ def sliding_window_attention(
         else:
             values = values[sequence_ids(cu_seqlens, T)]
             out = out + torch.einsum("bhts,tshd->bthd", part, values)
-    return out.to(dtype)
+    return (out.to(dtype),)
 
 
-def macchiato_attention(
-    latent_q_BTHL: Tensor,
-    latent_k_BTHL: Tensor,
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    local: Local,
-    sequences: Sequences,
-    earlier: tuple[Tensor, Tensor] | None,
-    tail: WindowState | None,
-    log_decay: Tensor | None = None,
-    sinks: SeenSinks | None = None,
-    delay: bool = False,
-    pending: WindowState | None = None,
-) -> tuple[Tensor, LatteState]:
+def macchiato_attention(x: Macchiato, causal: bool) -> tuple[Tensor, ...]:
     """y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l] (paper, eq. 15-17).
 
     The softmax over the L+1 logits is computed in two factors: p(0|t) =
@@ -280,42 +245,33 @@ def macchiato_attention(
     the same difference, so there is no cancellation. With ``delay`` the latents read a source when
     it leaves the window, and p(0|t) is 1 while they have read none.
     """
-    near = sliding_window_attention(q_BTHK, k_BTGK, v_BTGD, local, sequences, tail, sinks)
-    keys, values, begun = latent_k_BTHL, v_BTGD, None
-    if delay:
-        assert local.window is not None
-        log_mass = None if earlier is None else earlier[0]
-        late = LateSources.of(keys, values, local.window, sequences, pending, log_mass)
-        keys, values, begun = late.keys, late.values, late.begun[..., None, None]
-        sequences = sequences._replace(key_mask=late.mask)
-    v_BTHD = values.repeat_interleave(q_BTHK.shape[2] // values.shape[2], 2)
-    latents = (latent_q_BTHL[..., 1:], keys, v_BTHD)
-    far, state = latte_attention(*latents, sequences, earlier, log_decay)
-    logits, near, far = wide(latent_q_BTHL, near, far)
+    (near,) = sliding_window_attention(x.near(causal))
+    keys, values, mask, begun = x.latent_k, x.v, x.key_mask, None
+    if x.delay:
+        keys, values, mask, begun = x.late(causal)
+        begun = begun[..., None, None]
+    v_BTHD = values.repeat_interleave(x.q.shape[2] // values.shape[2], 2)
+    latents = (x.latent_q[..., 1:], keys, v_BTHD, mask, x.cu_seqlens)
+    far, *state = latte_attention(Latte(*latents, x.log_mass, x.mean, x.log_decay), causal)
+    logits, near, far = wide(x.latent_q, near, far)
     odds = (logits[..., 0] - torch.logsumexp(logits[..., 1:], -1))[..., None]
     near_share, far_share = torch.sigmoid(odds), torch.sigmoid(-odds)
     if begun is not None:
         near_share = torch.where(begun, near_share, 1.0)
         far_share = torch.where(begun, far_share, 0.0)
-    return (near_share * near + far_share * far).to(v_BTGD.dtype), state
+    return (near_share * near + far_share * far).to(x.v.dtype), *state
 
 
-def linear_attention(
-    q_BTHF: Tensor,
-    k_BTHF: Tensor,
-    v_BTHD: Tensor,
-    sequences: Sequences,
-    earlier: LinearState | None,
-) -> tuple[Tensor, LinearState]:
+def linear_attention(x: Linear) -> Three:
     """y_t = S_t phi(q_t) / (phi(q_t) z_t) on features that are already positive (eq. 4-5)."""
-    B, T = q_BTHF.shape[:2]
-    k_BTHF, v_BTHD = (without_masked(sequences.key_mask, x) for x in (k_BTHF, v_BTHD))
+    q_BTHF, (B, T), sequences = x.q, x.q.shape[:2], Sequences(x.key_mask, x.cu_seqlens, x.causal)
+    k_BTHF, v_BTHD = (without_masked(x.key_mask, y) for y in (x.k, x.v))
     seen = visible_sources(T, sequences, q_BTHF.device)
     scores = torch.einsum("bthf,bshf->bhts", q_BTHF, k_BTHF).masked_fill(~seen[:, None], 0.0)
     above = torch.einsum("bhts,bshd->bthd", scores, v_BTHD)
     below = scores.sum(-1).transpose(1, 2)
-    if earlier is not None:
-        memory, normaliser = (_per_token(x, sequences, B, T) for x in earlier)
+    if x.memory is not None and x.normaliser is not None:
+        memory, normaliser = (_per_token(y, sequences, B, T) for y in (x.memory, x.normaliser))
         above = above + torch.einsum("bthf,bthfd->bthd", q_BTHF, memory)
         below = below + torch.einsum("bthf,bthf->bth", q_BTHF, normaliser)
     out = above / torch.where(below == 0, 1.0, below)[..., None]
@@ -324,24 +280,16 @@ def linear_attention(
     k_real = k_BTHF.expand(N, -1, -1, -1).masked_fill(~seen_NT[:, :, None, None], 0.0)
     memory = torch.einsum("nshf,nshd->nhfd", k_real, v_BTHD.expand(N, -1, -1, -1))
     normaliser = k_real.sum(1)
-    if earlier is not None:
-        memory, normaliser = memory + earlier.memory, normaliser + earlier.normaliser
-    return out, LinearState(memory, normaliser)
+    if x.memory is not None and x.normaliser is not None:
+        memory, normaliser = memory + x.memory, normaliser + x.normaliser
+    return out, memory, normaliser
 
 
-def rg_lru(
-    x_BTE: Tensor,
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    theta_E: Tensor,
-    sequences: Sequences,
-    initial_state: Tensor | None,
-    reverse: bool,
-) -> tuple[Tensor, Tensor]:
+def rg_lru(call: RGLRU) -> tuple[Tensor, Tensor]:
     """h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t), token by token (Griffin; eq. 18-19)."""
-    dtype, (key_mask, cu_seqlens, _) = x_BTE.dtype, sequences
-    inputs = wide(x_BTE, recurrence_gate, input_gate)
-    x, r, i = (without_masked(key_mask, z) for z in inputs)
+    *inputs, theta_E, initial_state, key_mask, cu_seqlens, reverse = call
+    dtype = call.x.dtype
+    x, r, i = (without_masked(key_mask, z) for z in wide(*inputs))
     B, T, E = x.shape
     # log a = -8 r softplus(theta). It may underflow to 0, where the square root has no slope.
     log_a = -8.0 * torch.sigmoid(r) * F.softplus(theta_E.to(x.dtype))
@@ -383,16 +331,10 @@ def rg_lru(
     return h_BTE.to(dtype), final_NE
 
 
-def causal_conv1d(
-    x_BTE: Tensor,
-    weight_EK: Tensor,
-    bias_E: Tensor | None,
-    sequences: Sequences,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def causal_conv1d(call: Convolution) -> tuple[Tensor, Tensor]:
     """y_t = bias + sum_i weight[:, i] x_{t-K+1+i}: taps before a sequence come from its tail."""
+    x_BTE, weight_EK, bias_E, initial_state, key_mask, cu_seqlens = call
     dtype, (B, T, E), K = x_BTE.dtype, x_BTE.shape, weight_EK.shape[1]
-    key_mask, cu_seqlens, _ = sequences
     (x_BTE,) = wide(without_masked(key_mask, x_BTE))
     weight_EK = weight_EK.to(x_BTE.dtype)
     P = K - 1
@@ -423,7 +365,7 @@ def attention_weights(
     latent_k: Tensor,
     q: Tensor | None,
     k: Tensor | None,
-    local: Local,
+    local: Local | None,
     sequences: Sequences,
     log_decay: Tensor | None = None,
 ) -> Tensor:
@@ -435,7 +377,7 @@ def attention_weights(
     seen = visible_sources(T, sequences, latent_k.device)
     p_BHTL = F.softmax(latent_q, -1).transpose(1, 2)
     total = p_BHTL.new_zeros(p_BHTL.shape[0], p_BHTL.shape[1], T, T)
-    if q is not None and k is not None:
+    if q is not None and k is not None and local is not None:
         q, k = wide(q, k)
         near = visible_sources(T, sequences, q.device, local.window)
         weights = masked_softmax(window_logits(q, k, local), near[:, None])

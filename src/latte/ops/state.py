@@ -97,6 +97,11 @@ class LatteState(tuple[Tensor, ...]):
         log_mass = torch.full((batch, heads, latents), -torch.inf, device=device, dtype=dtype)
         return cls(log_mass, log_mass.new_zeros(batch, heads, latents, value_dim))
 
+    @classmethod
+    def empty_for(cls, q: Tensor, *sizes: int) -> LatteState:
+        """The same for inputs like ``q``, of N, H, L and D."""
+        return cls.empty(*sizes, device=q.device, dtype=computation_dtype(q.dtype))
+
     def merge(self, other: LatteState) -> LatteState:
         """The state of this sequence followed by the other one (associative).
 

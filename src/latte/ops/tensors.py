@@ -6,8 +6,7 @@ Shape suffixes: B batch, T tokens of a row, packed or not, N packed sequences.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -34,11 +33,6 @@ class Local(NamedTuple):
     scale: float  # of the logits
     softcap: float  # logits become softcap * tanh(logit / softcap); 0: they stay
 
-    @classmethod
-    def of(cls, window: int | None, scale: float | None, softcap: float | None, K: int) -> Local:
-        """These options, with the default scale for keys of width K."""
-        return cls(window, 1.0 / math.sqrt(K) if scale is None else float(scale), softcap or 0.0)
-
 
 def computation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 stays fp64; everything else is computed, and carried, in fp32."""
@@ -55,6 +49,14 @@ def on_cpu(x: Tensor) -> bool:
         return False
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     return not transformed and forward_ad._current_level < 0
+
+
+def has_tangent(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether one of the tensors has a forward-mode derivative."""
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            return True
+    return False
 
 
 def _has_autocast(kind: str) -> bool:
@@ -75,7 +77,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
         if not isinstance(first, Tensor):
             tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
             first = next(tensors, None)
-        kind = "cpu" if first is None else first.device.type
+        kind = "cpu" if first is None or first.is_cpu else first.device.type
         known = kind == "cpu" or kind == "cuda" or _has_autocast(kind)
         if not known or not torch.is_autocast_enabled(kind):
             return fn(*args, **kwargs)

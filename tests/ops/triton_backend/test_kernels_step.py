@@ -220,9 +220,11 @@ def test_custom_ops_keep_their_contracts(small):
     inputs, state = step_inputs("macchiato")
     low, state = [x.float().to(DEVICE) for x in inputs], converted(state, torch.float32)
     mask = torch.tensor([[True], [False]], device=DEVICE)
-    args = (*low, mask, *state[0], *state[1], 0.5, 2.0)
+    none, window = [None] * 8, state[1].mask.shape[1] + 1  # neither sinks nor late latents
+    args = (*low, mask, None, *state[0], None, *state[1], *none, window, 0.5, 2.0, False, False)
     checks = torch.library.opcheck(macchiato_step_op, args)
-    checks |= torch.library.opcheck(latte_step_op, (low[1], low[1], low[4], None, *state[0]))
+    args = (low[1], low[1], low[4], None, None, *state[0])
+    checks |= torch.library.opcheck(latte_step_op, args)
     assert set(checks.values()) == {"SUCCESS"}
 
 

@@ -3,7 +3,7 @@
 Each op is a file, ``rg_lru.cpp`` and so on. When the package is installed, :mod:`.build` compiles
 them into one library, which registers the kernels of the ops ``latte::cpu_*``. :mod:`.library`
 finds it. This module defines the rest of each op: schema, shapes of the results, gradients. Ops
-without gradients are in :mod:`.tokens`. The package works without the library. :data:`ABSENT` says
+without gradients are in :mod:`.schemas`. The package works without the library. :data:`ABSENT` says
 why it is not there.
 
 Shape suffixes: B batch, T tokens, E channels, K taps or key width, N sequences (B, or the packed
@@ -12,8 +12,6 @@ ones), H query heads, G key/value heads, L latents, D value width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -21,20 +19,20 @@ from torch.autograd import forward_ad
 from latte.ops.arguments import (
     LATTE_GRADIENTS,
     MACCHIATO_GRADIENTS,
-    NO_SINKS,
-    NO_STATE,
-    NO_WINDOW,
+    RGLRU,
     WINDOW_GRADIENTS,
     Convolution,
     Earlier,
     Latte,
+    Macchiato,
+    Three,
     Window,
 )
 from latte.ops.cpp_backend import library, schemas
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.notices import warn_once
-from latte.ops.state import LatteState, SeenSinks, WindowState, final_buffers
-from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, sequence_bounds
+from latte.ops.state import final_buffers
+from latte.ops.tensors import computation_dtype, count_sequences, has_tangent
 
 # Number of tokens between two states that are kept for the backward pass, as in attention_plan.h.
 SEGMENT = 256
@@ -64,165 +62,61 @@ def unavailable(x: Tensor) -> str | None:
     return None if x.device.type == "cpu" else f"for tensors on {x.device}"
 
 
-def serves(*tensors: Tensor | None) -> bool:
-    """Whether the kernels are the default for these inputs.
+def serves(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels are the default for these inputs, which are on the device of the first.
 
     They are not in forward mode or in a transform of ``torch.func``. Custom ops do not support
     these, so PyTorch's own operations are used.
     """
-    for x in tensors:
-        if x is not None and not x.is_cpu:
-            return False
-    if torch.compiler.is_compiling():
-        return ready()
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if not x.is_cpu:
         return False
-    if forward_ad._current_level >= 0:
-        for x in tensors:
-            if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-                return False
+    if not torch.compiler.is_compiling():
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
+        if forward_ad._current_level >= 0 and has_tangent((x, *others)):
+            return False
     return ABSENT is None or ready()
 
 
-class RGLRU(NamedTuple):
-    """The arguments of ``cpu_rg_lru``, contiguous but for the first three."""
-
-    x: Tensor
-    recurrence_gate: Tensor
-    input_gate: Tensor
-    theta: Tensor
-    initial_state: Tensor | None
-    key_mask: Tensor | None
-    cu_seqlens: Tensor | None
-    reverse: bool
-
-
-class NativeMacchiato(NamedTuple):
-    """The arguments of ``cpu_macchiato``. All but the first five and the decay are contiguous."""
-
-    latent_q: Tensor
-    latent_k: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor | None
-    cu_seqlens: Tensor | None
-    log_mass: Tensor | None
-    mean: Tensor | None
-    log_decay: Tensor | None
-    tail_k: Tensor | None
-    tail_v: Tensor | None
-    tail_mask: Tensor | None
-    sink_q: Tensor | None
-    sink_k: Tensor | None
-    sink_v: Tensor | None
-    sink_mask: Tensor | None
-    sinks_seen: Tensor | None
-    pending_k: Tensor | None
-    pending_v: Tensor | None
-    pending_mask: Tensor | None
-    window: int
-    scale: float
-    softcap: float
-    delay: bool
-    joint: bool
-
-
-def rg_lru(
-    x_BTE: Tensor,
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    theta_E: Tensor,
-    sequences: Sequences,
-    initial_state: Tensor | None,
-    reverse: bool,
-) -> tuple[Tensor, Tensor]:
+def rg_lru(x: RGLRU) -> tuple[Tensor, Tensor]:
     """See :func:`latte.ops.rg_lru`: h (B, T, E) and the last state (N, E)."""
-    inputs = (x_BTE, recurrence_gate, input_gate, theta_E.to(computation_dtype(x_BTE.dtype)))
-    state = None if initial_state is None else initial_state.contiguous()
-    return rg_lru_op(*inputs, state, *_readable(sequences), reverse)
+    theta = x.theta.to(computation_dtype(x.x.dtype))
+    return rg_lru_op(*x[:3], theta, *_readable(x[4:7]), x.reverse)
 
 
-def causal_conv1d(
-    x_BTE: Tensor,
-    weight_EK: Tensor,
-    bias_E: Tensor | None,
-    sequences: Sequences,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def causal_conv1d(x: Convolution) -> tuple[Tensor, Tensor]:
     """See :func:`latte.ops.causal_conv1d`: y (B, T, E) and the new tail (N, K-1, E)."""
-    dtype = computation_dtype(x_BTE.dtype)
-    bias_E = None if bias_E is None else bias_E.to(dtype)
-    tail = None if initial_state is None else initial_state.to(x_BTE.dtype).contiguous()
-    return convolution_op(x_BTE, weight_EK.to(dtype), bias_E, tail, *_readable(sequences))
+    dtype = computation_dtype(x.x.dtype)
+    bias = None if x.bias is None else x.bias.to(dtype)
+    tail = None if x.initial_state is None else x.initial_state.to(x.x.dtype)
+    around = _readable((tail, x.key_mask, x.cu_seqlens))
+    return convolution_op(x.x, x.weight.to(dtype), bias, *around)
 
 
-def latte_attention(
-    q_BTHL: Tensor,
-    k_BTHL: Tensor,
-    v_BTHD: Tensor,
-    sequences: Sequences,
-    earlier: tuple[Tensor, Tensor] | None,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor, LatteState]:
-    """See :func:`latte.ops.latte_attention`, if causal."""
-    around = (*_readable(sequences), *_contiguous(earlier or NO_STATE), log_decay)
-    out, A, mu, *_ = latte_op(q_BTHL, k_BTHL, v_BTHD, *around)
-    return out, LatteState(A, mu)
+def latte_attention(x: Latte, causal: bool = True) -> Three:
+    """See :func:`latte.ops.latte_attention`, if causal: the output, log-mass and mean."""
+    return latte_op(*x[:3], *_readable(x[3:7]), x.log_decay)[:3]
 
 
-def macchiato_attention(
-    latent_q_BTHL: Tensor,
-    latent_k_BTHL: Tensor,
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    local: Local,
-    sequences: Sequences,
-    earlier: tuple[Tensor, Tensor] | None,
-    tail: WindowState | None,
-    log_decay: Tensor | None = None,
-    sinks: SeenSinks | None = None,
-    delay: bool = False,
-    pending: WindowState | None = None,
-    joint: bool = False,
-) -> tuple[Tensor, LatteState]:
-    """See :func:`latte.ops.macchiato_attention`, if causal; ``latent_q`` has L + 1 columns."""
-    inputs = (latent_q_BTHL, latent_k_BTHL, q_BTHK, k_BTGK, v_BTGD)
-    around = (*_readable(sequences), *_contiguous(earlier or NO_STATE), log_decay)
-    near = _contiguous((*(tail or NO_WINDOW), *(sinks or NO_SINKS), *(pending or NO_WINDOW)))
-    out, A, mu, *_ = macchiato_op(*inputs, *around, *near, *local, delay, joint)
-    return out, LatteState(A, mu)
+def macchiato_attention(x: Macchiato, causal: bool = True) -> Three:
+    """See :func:`latte.ops.macchiato_attention`, if causal: the output, log-mass and mean."""
+    before, near = _readable(x[5:9]), _readable(x[10:21])
+    return macchiato_op(*x[:5], *before, x.log_decay, *near, *x[21:])[:3]
 
 
-def sliding_window_attention(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    local: Local,
-    sequences: Sequences,
-    tail: WindowState | None,
-    sinks: SeenSinks | None = None,
-) -> Tensor:
+def sliding_window_attention(x: Window) -> tuple[Tensor]:
     """See :func:`latte.ops.sliding_window_attention`, if causal and with a window."""
-    near = _contiguous((*(tail or NO_WINDOW), *(sinks or NO_SINKS)))
-    around = (*_readable(sequences), *near, *local, sequences.causal)
-    return window_op(q_BTHK, k_BTGK, v_BTGD, *around)
+    return (window_op(*x[:3], *_readable(x[3:13]), *x[13:]),)
 
 
-def _contiguous(tensors: Earlier) -> Earlier:
-    """The same tensors, contiguous."""
+def _readable(tensors: Earlier) -> list[Tensor | None]:
+    """Tensors as the kernels read them: contiguous, and the bounds, which may be int32, int64."""
     found = []
     for x in tensors:
-        found.append(x if x is None else x.contiguous())
-    return tuple(found)
-
-
-def _readable(sequences: Sequences) -> tuple[Tensor | None, Tensor | None]:
-    """Mask and bounds as the kernels read them: contiguous, and int64."""
-    key_mask, cu_seqlens, _ = sequences
-    mask = None if key_mask is None else key_mask.contiguous()
-    return mask, None if cu_seqlens is None else sequence_bounds(cu_seqlens)
+        if x is not None:
+            x = x.long().contiguous() if x.dtype == torch.int32 else x.contiguous()
+        found.append(x)
+    return found
 
 
 def _rg_lru_fake(x: RGLRU) -> tuple[Tensor, ...]:
@@ -271,7 +165,7 @@ if ABSENT is None:
     )
     macchiato_op = differentiable_op(
         "cpu_macchiato",
-        NativeMacchiato,
+        Macchiato,
         lambda x: _latents_fake(x.latent_k, x.v, x.cu_seqlens),
         returns=["out", "log_mass", "mean"],
         gradients=(*MACCHIATO_GRADIENTS, "pending_k", "pending_v"),

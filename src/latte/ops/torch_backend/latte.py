@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from latte.ops.arguments import LATTE_GRADIENTS, Earlier, Latte, Three
 from latte.ops.custom_ops import differentiable_op, empty_gradients
-from latte.ops.state import LatteState, final_buffers
-from latte.ops.tensors import Sequences, computation_dtype, without_masked
+from latte.ops.state import final_buffers
+from latte.ops.tensors import computation_dtype, without_masked
 from latte.ops.torch_backend import linear_domain, pairwise
 from latte.ops.torch_backend.batching import (
     AT_ONCE,
@@ -42,19 +42,9 @@ LONGEST_SEGMENT = 2048
 SAFE_RUN = 256
 
 
-def latte_attention(
-    q_BTHL: Tensor,
-    k_BTHL: Tensor,
-    v_BTHD: Tensor,
-    sequences: Sequences,
-    earlier: tuple[Tensor, Tensor] | None,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor, LatteState]:
-    """See :func:`latte.ops.latte_attention`."""
-    op = causal_op if sequences.causal else bidirectional_op
-    inputs = Latte.of((q_BTHL, k_BTHL, v_BTHD), sequences, earlier, log_decay)
-    out, log_mass, mean, *_ = op(*inputs)
-    return out, LatteState(log_mass, mean)
+def latte_attention(x: Latte, causal: bool) -> tuple[Tensor, ...]:
+    """See :func:`latte.ops.latte_attention`: the output, log-mass and mean."""
+    return (causal_op if causal else bidirectional_op)(*x)[:3]
 
 
 def segment_length(H: int, L: int, D: int) -> int:
@@ -313,15 +303,12 @@ class KernelRun:
         return *(self.own(x) for x in grads), dA_0, dmu_0
 
 
-def first_state(
-    q: Tensor, v: Tensor, sequences: Sequences, earlier: Earlier
-) -> tuple[Tensor, Tensor]:
+def first_state(x: Latte) -> tuple[Tensor, Tensor]:
     """Fresh buffers (N, H, L), (N, H, L, D) for final states, with the earlier ones, if any, in."""
-    A, mu = earlier
-    if A is not None and mu is not None:
-        return A.clone(), mu.clone()
-    A, mu = final_buffers(q, v, sequences.cu_seqlens)
-    if sequences.cu_seqlens is None:  # every row writes its own; an empty sequence has none
+    if x.log_mass is not None and x.mean is not None:
+        return x.log_mass.clone(), x.mean.clone()
+    A, mu = final_buffers(x.q, x.v, x.cu_seqlens)
+    if x.cu_seqlens is None:  # every row writes its own; an empty sequence has none
         return A, mu
     return A.fill_(-torch.inf), mu.zero_()
 
@@ -339,16 +326,14 @@ def put_state(target: tuple[Tensor, Tensor], rows: Rows, A_XL: Tensor, mu_XLD: T
     mu[rows.ids] = mu_XLD[..., : mu.shape[-1]].unflatten(0, (-1, A.shape[1]))
 
 
-def walks(
-    q: Tensor, v: Tensor, sequences: Sequences, width: int = 0
-) -> Iterator[tuple[Rows, list[slice]]]:
+def walks(x: Latte, width: int = 0) -> Iterator[tuple[Rows, list[slice]]]:
     """Groups of rows that are computed together, each with its segments of time.
 
     A larger ``width``, that of the largest intermediate tensor per head, makes the groups smaller.
     """
-    H, L, D = *q.shape[2:], v.shape[-1]
+    H, L, D = *x.q.shape[2:], x.v.shape[-1]
     segment = segment_length(H, L, D)
-    for rows in rows_of(q, H * max(L, D, width), segment, sequences.cu_seqlens):
+    for rows in rows_of(x.q, H * max(L, D, width), segment, x.cu_seqlens):
         yield rows, spans(rows.length, segment)
 
 
@@ -389,26 +374,19 @@ class Checkpoints:
         return Carry(*(x[here].flatten(0, 1) for x in self.tensors))
 
 
-def causal(
-    pkv: Three,
-    sequences: Sequences,
-    earlier: Earlier,
-    near: Tensor | None = None,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+def causal(x: Latte, near: Tensor | None = None) -> tuple[Tensor, ...]:
     """Outputs, the final state, and the states between segments (for the backward pass).
 
-    The outputs are added to ``near`` (B, T, H, D), in place, if there is one.
+    The outputs are added to ``near`` (B, T, H, D), in place, if there is one. The queries of
+    ``x`` are p(l|t).
     """
-    p, _, v = pkv
-    final = first_state(p, v, sequences, earlier)
-    out = empty_gradients(v)[0] if near is None else near
-    saved = Checkpoints.allocate(p, v)
+    final, out = first_state(x), empty_gradients(x.v)[0] if near is None else near
+    saved = Checkpoints.allocate(x.q, x.v)
     kept = Checkpoints(*saved)
-    for rows, segments in walks(p, v, sequences, 2 * CHUNK):
-        state = initial_carry(earlier, rows)
+    for rows, segments in walks(x, 2 * CHUNK):
+        state = initial_carry(x.earlier, rows)
         for span in segments:
-            part = LatteSegment(rows, span, pkv, sequences.key_mask, log_decay)
+            part = LatteSegment(rows, span, x.qkv, x.key_mask, x.log_decay)
             if state is not None and span.start:
                 kept.save(part.n, state)
             y, state = part.forward(state)
@@ -419,63 +397,48 @@ def causal(
 
 
 def causal_backward(
-    grads: Three,
-    pkv: Three,
-    sequences: Sequences,
-    earlier: Earlier,
-    *states: Tensor,
-    dv_near: Tensor | None = None,
-    log_decay: Tensor | None = None,
+    x: Latte, grads: Three, *states: Tensor, dv_near: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """p times its gradient, those of k, v, the initial state and ``log_decay``.
 
     Segment by segment in reverse. The gradient of v is added to ``dv_near`` (B, T, H, D), in place,
     if there is one.
     """
-    p, k, v = pkv
-    pulled, dk, dv, dg = empty_gradients(*pkv, log_decay)
+    pulled, dk, dv, dg = empty_gradients(*x.qkv, x.log_decay)
     dv = dv if dv_near is None else dv_near
     dfirst = gradient_buffers(grads)
     kept = Checkpoints(*states)
-    for rows, segments in walks(p, v, sequences, 2 * CHUNK):
+    for rows, segments in walks(x, 2 * CHUNK):
         dA, dmu = dfirst[0][rows.ids].flatten(0, 1), widened(dfirst[1][rows.ids].flatten(0, 1))
-        n = dA.shape[0] // p.shape[2]
+        n = dA.shape[0] // x.q.shape[2]
         for i, span in reversed(list(enumerate(segments))):
-            part = LatteSegment(rows, span, pkv, sequences.key_mask, log_decay)
-            state = kept.load(n, i - 1) if i else initial_carry(earlier, rows)
+            part = LatteSegment(rows, span, x.qkv, x.key_mask, x.log_decay)
+            state = kept.load(n, i - 1) if i else initial_carry(x.earlier, rows)
             found = part.backward(state, part.gradient(grads[0]), dA, dmu)
             pulled_, dk_, dv_, *forgotten, dA, dmu = found
             part.put(pulled, pulled_)
             part.put(dk, dk_)
             part.put(dv, dv_, add=dv_near is not None)
-            if log_decay is not None:
+            if x.log_decay is not None:
                 part.put(dg, forgotten[0])
         kept.next += (len(segments) - 1) * n
         if dA is not None:
             put_state(dfirst, rows, dA, dmu)
-    found = (pulled, dk, dv, *mask_empty(earlier, *dfirst))
-    return found if log_decay is None else (*found, dg)
+    found = (pulled, dk, dv, *mask_empty(x.earlier, *dfirst))
+    return found if x.log_decay is None else (*found, dg)
 
 
-def bidirectional(
-    pkv: Three,
-    sequences: Sequences,
-    earlier: Earlier,
-    near: Tensor | None = None,
-    log_decay: None = None,
-) -> tuple[Tensor, ...]:
+def bidirectional(x: Latte, near: Tensor | None = None) -> tuple[Tensor, ...]:
     """Outputs p mu, and the state over the whole sequence (eq. 6), also as (top, mass).
 
-    ``near`` is as for :func:`causal`. Nothing is forgotten.
+    ``x`` and ``near`` are as for :func:`causal`. Nothing is forgotten.
     """
-    p, _, v = pkv
-    final = first_state(p, v, sequences, earlier)
-    out = empty_gradients(v)[0] if near is None else near
+    final, out = first_state(x), empty_gradients(x.v)[0] if near is None else near
     top_N, mass_N = torch.full_like(final[0], -torch.inf), torch.zeros_like(final[0])
-    for rows, segments in walks(p, v, sequences):
-        state = initial_carry(earlier, rows)
+    for rows, segments in walks(x):
+        state = initial_carry(x.earlier, rows)
         for span in segments:
-            part = LatteSegment(rows, span, pkv, sequences.key_mask)
+            part = LatteSegment(rows, span, x.qkv, x.key_mask)
             top = part.k_XSL.amax(1)
             e = exp_difference(part.k_XSL, top[:, None])
             mass = e.sum(1)
@@ -483,51 +446,44 @@ def bidirectional(
             state = own if state is None else state.merge(own)
         assert state is not None
         for span in segments:
-            part = LatteSegment(rows, span, pkv, sequences.key_mask)
+            part = LatteSegment(rows, span, x.qkv, x.key_mask)
             part.put(out, part.p_XSL @ state.mean, add=near is not None)
         put_state(final, rows, state.log_mass(), state.mean)
-        for kept, x in ((top_N, state.top), (mass_N, state.mass)):
-            kept[rows.ids] = x.view(-1, *kept.shape[1:])
+        for kept, own_X in ((top_N, state.top), (mass_N, state.mass)):
+            kept[rows.ids] = own_X.view(-1, *kept.shape[1:])
     return out, *final, top_N, mass_N
 
 
 def bidirectional_backward(
-    grads: Three,
-    pkv: Three,
-    sequences: Sequences,
-    earlier: Earlier,
-    *final: Tensor,
-    dv_near: Tensor | None = None,
-    log_decay: None = None,
+    x: Latte, grads: Three, *final: Tensor, dv_near: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """With g = dmu + sum_t p_t dy_t: dv_s = w_s g, dk_s = w_s (<g, v_s> - <g, mu> + dA).
 
     What it gives, and ``dv_near``, is as for :func:`causal_backward`.
     """
-    p, _, v = pkv
-    pulled, dk, dv = empty_gradients(*pkv)
+    pulled, dk, dv = empty_gradients(*x.qkv)
     dv = dv if dv_near is None else dv_near
     dfirst = gradient_buffers(grads)
-    for rows, segments in walks(p, v, sequences):
-        mu, top, mass = (x[rows.ids].flatten(0, 1) for x in final)
+    for rows, segments in walks(x):
+        mu, top, mass = (y[rows.ids].flatten(0, 1) for y in final)
         mu = widened(mu)
         dA, dmu = dfirst[0][rows.ids].flatten(0, 1), widened(dfirst[1][rows.ids].flatten(0, 1))
         for span in segments:
-            part = LatteSegment(rows, span, pkv, sequences.key_mask)
+            part = LatteSegment(rows, span, x.qkv, x.key_mask)
             dmu = dmu + part.p_XSL.mT @ part.gradient(grads[0])
         lost_XL = (dmu * mu).sum(-1) - dA
         for span in segments:
-            part = LatteSegment(rows, span, pkv, sequences.key_mask)
+            part = LatteSegment(rows, span, x.qkv, x.key_mask)
             part.put(pulled, part.p_XSL * (part.gradient(grads[0]) @ mu.mT))
             weight = divide(exp_difference(part.k_XSL, top[:, None]), mass[:, None])
             part.put(dk, weight * (part.v_XSD @ dmu.mT - lost_XL[:, None]))
             part.put(dv, weight @ dmu, add=dv_near is not None)
-        start = initial_carry(earlier, rows)
+        start = initial_carry(x.earlier, rows)
         if start is not None:
             kept = divide(start.mass * exp_difference(start.top, top), mass)
             dA = kept * ((dmu * start.mean).sum(-1) - lost_XL)
             put_state(dfirst, rows, dA, kept[..., None] * dmu)
-    return pulled, dk, dv, *mask_empty(earlier, *dfirst)
+    return pulled, dk, dv, *mask_empty(x.earlier, *dfirst)
 
 
 def probabilities(q: Tensor) -> Tensor:
@@ -561,15 +517,11 @@ BIDIRECTIONAL = Passes(bidirectional, bidirectional_backward, tops, ["mean", "to
 
 def _latte_op(name: str, passes: Passes) -> Any:
     def run(x: Latte) -> tuple[Tensor, ...]:
-        pkv = (probabilities(x.q), x.k, x.v)
-        return passes.forward(pkv, x.sequences, x.earlier, log_decay=x.log_decay)
+        return passes.forward(x._replace(q=probabilities(x.q)))
 
     def run_back(x: Latte, *given: Tensor) -> dict[str, Tensor]:
         p = probabilities(x.q)
-        grads, saved = given[:3], given[3:]
-        pulled, *others = passes.backward(
-            grads, (p, x.k, x.v), x.sequences, x.earlier, *saved, log_decay=x.log_decay
-        )
+        pulled, *others = passes.backward(x._replace(q=p), given[:3], *given[3:])
         return dict(zip(LATTE_GRADIENTS, (through_softmax(pulled, p), *others), strict=False))
 
     def fake(x: Latte) -> tuple[Tensor, ...]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.state import LinearState
-from latte.ops.tensors import Sequences, sequence_bounds, sequence_ids, without_masked
+from latte.ops.arguments import Linear, Three
+from latte.ops.tensors import sequence_bounds, sequence_ids, without_masked
 from latte.ops.torch_backend.recurrence import linear_recurrence
 
 CHUNK = 64
@@ -54,22 +54,16 @@ def packed_layout(cu_seqlens: Tensor, T: int, C: int) -> Layout:
     return Layout(token_JC, real_JC, sequence_J, within_J == 0, slot_T, last_N)
 
 
-def linear_attention(
-    q_BTHF: Tensor,
-    k_BTHF: Tensor,
-    v_BTHD: Tensor,
-    sequences: Sequences,
-    earlier: LinearState | None,
-) -> tuple[Tensor, LinearState]:
-    """See :func:`latte.ops.linear_attention`; features, in the dtype of the sums."""
+def linear_attention(call: Linear) -> Three:
+    """See :func:`latte.ops.linear_attention`."""
+    q_BTHF, k_BTHF, v_BTHD, key_mask, cu_seqlens, memory, normaliser, causal = call
     T, D = v_BTHD.shape[1], v_BTHD.shape[-1]
-    key_mask, cu_seqlens, causal = sequences
     k_BTHF = without_masked(key_mask, k_BTHF)
     # The normaliser is one more column of values, equal to 1.
     v_BTHD = F.pad(without_masked(key_mask, v_BTHD), (0, 1), value=1.0)
     start = None
-    if earlier is not None:
-        start = torch.cat([earlier.memory, earlier.normaliser[..., None]], -1)
+    if memory is not None and normaliser is not None:
+        start = torch.cat([memory, normaliser[..., None]], -1)
     C = next((size for size in SIZES if size >= T), CHUNK)
     layout = None
     if cu_seqlens is None:
@@ -105,7 +99,7 @@ def linear_attention(
     out = out.transpose(2, 3).flatten(1, 2)
     out = out[:, :T] if layout is None else out[:, layout.slot_T]
     # Copies: views would keep the states of all chunks alive.
-    return out, LinearState(final[..., :D].clone(), final[..., D].clone())
+    return out, final[..., :D].clone(), final[..., D].clone()
 
 
 def _states(

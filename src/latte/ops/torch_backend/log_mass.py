@@ -9,14 +9,16 @@ G key/value heads, R = H / G, n sinks, K key width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from latte.ops.state import SeenSinks, WindowState
+from latte.ops.arguments import Macchiato, Window
+from latte.ops.state import SeenSinks
 from latte.ops.tensors import (
     Local,
-    Sequences,
     computation_dtype,
     nothing_out,
     sequence_bounds,
@@ -26,31 +28,22 @@ LONGEST_BLOCK = 128  # queries
 LOGITS_AT_ONCE = 1 << 24  # without gradients, as many as are held together
 
 
-def window_log_mass(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    local: Local,
-    sequences: Sequences,
-    tail: WindowState | None,
-    sinks: SeenSinks | None,
-) -> Tensor:
+def window_log_mass(x: Window) -> Tensor:
     """``log sum_s exp(logit_ts)`` over the keys and sinks visible to a causal query, (B, T, H).
 
     The result has the dtype of the sums. A query without visible keys gets the lowest finite
-    number or a little more.
+    number or a little more. Values are not read.
     """
-    window = local.window
-    assert window is not None
-    assert sequences.causal
+    q_BTHK, k_BTGK, window, sinks, mask = x.q, x.k, x.window, x.sinks, x.tail_mask
     B, T, H, _ = q_BTHK.shape
     if T == 0:
         nothing = q_BTHK.new_zeros(B, T, H, dtype=computation_dtype(q_BTHK.dtype))
         return nothing_out(nothing, q_BTHK, k_BTGK)
     # Comparisons, not minima: a compiled graph is for one of the cases, and for every length in it.
-    keys = T + (0 if tail is None else tail.mask.shape[1])
+    keys = T + (0 if mask is None else mask.shape[1])
     if keys < window:  # there are no more keys
         window = keys
-    local = local._replace(window=window)
+    local = x.local._replace(window=window)
     C = LONGEST_BLOCK if LONGEST_BLOCK < window else window
     C = C if C < T else T
     while C > 1 and B * H * C * window > LOGITS_AT_ONCE:
@@ -60,16 +53,14 @@ def window_log_mass(
         blocks = LOGITS_AT_ONCE // (B * H * C * (window + C))
         at_once = C * blocks if blocks > 1 else C
         runs = -(-T // at_once)  # a compiled graph is for a number of runs, not for a length
-    real = q_BTHK.new_ones(B, T, dtype=torch.bool)
-    if sequences.key_mask is not None:
-        real = sequences.key_mask
+    real = q_BTHK.new_ones(B, T, dtype=torch.bool) if x.key_mask is None else x.key_mask
     sequence_BT = None
-    if sequences.cu_seqlens is not None:
+    if x.cu_seqlens is not None:
         token = torch.arange(T, device=q_BTHK.device)
-        bounds = sequence_bounds(sequences.cu_seqlens)
+        bounds = sequence_bounds(x.cu_seqlens)
         sequence_BT = torch.searchsorted(bounds, token, right=True)[None] - 1
     # The keys before the first query: the state's, or none.
-    k_BSGK, real_BS = _after(tail, k_BTGK, real, window)
+    k_BSGK, real_BS = _after(x, real, window)
     found = []
     for run in range(runs):
         start = run * at_once
@@ -88,30 +79,37 @@ def window_log_mass(
     return torch.cat(found, 1)
 
 
-def with_log_mass(latent_q_BTHL: Tensor, mass_BTH: Tensor) -> Tensor:
-    """Mixture logits (B, T, H, L+1) with the window's log-mass added to column 0.
+def joint(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """A backend's op of :class:`Macchiato`, which itself computes no joint softmax."""
+
+    def joint_op(x: Macchiato, causal: bool) -> tuple[Tensor, ...]:
+        return op(x if not x.joint else with_window_mass(x), causal)
+
+    return joint_op
+
+
+def with_window_mass(x: Macchiato) -> Macchiato:
+    """The call with the window's log-mass added to its logit, column 0, in place of ``joint``.
 
     The largest logit is subtracted from all, which changes no probability: what is rounded to half
     precision is then small where it matters. Logits stay finite: a softmax over latents that are
     all -inf would be NaN.
     """
-    dtype = latent_q_BTHL.dtype
-    logits = F.pad(mass_BTH[..., None], (0, latent_q_BTHL.shape[-1] - 1)) + latent_q_BTHL
+    dtype, mass_BTH = x.latent_q.dtype, window_log_mass(x.near())
+    logits = F.pad(mass_BTH[..., None], (0, x.latent_q.shape[-1] - 1)) + x.latent_q
     logits = logits - logits.detach().amax(-1, keepdim=True)
-    return logits.clamp_min(torch.finfo(dtype).min).to(dtype)
+    return x._replace(latent_q=logits.clamp_min(torch.finfo(dtype).min).to(dtype), joint=False)
 
 
-def _after(
-    tail: WindowState | None, k_BTGK: Tensor, real_BT: Tensor, window: int
-) -> tuple[Tensor, Tensor]:
+def _after(x: Window, real_BT: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """All keys and their mask, with exactly W before the first token."""
-    B, _, G, K = k_BTGK.shape
-    before, mask = k_BTGK.new_zeros(B, window, G, K), real_BT.new_zeros(B, window)
-    if tail is not None and tail.mask.shape[1]:
-        held = min(window, tail.mask.shape[1])
-        before = torch.cat([before[:, held:], tail.keys[:, -held:].to(k_BTGK.dtype)], 1)
-        mask = torch.cat([mask[:, held:], tail.mask[:, -held:]], 1)
-    k_BSGK, real_BS = torch.cat([before, k_BTGK], 1), torch.cat([mask, real_BT], 1)
+    B, _, G, K = x.k.shape
+    before, mask = x.k.new_zeros(B, window, G, K), real_BT.new_zeros(B, window)
+    if x.tail_k is not None and x.tail_mask is not None and x.tail_mask.shape[1]:
+        held = min(window, x.tail_mask.shape[1])
+        before = torch.cat([before[:, held:], x.tail_k[:, -held:].to(x.k.dtype)], 1)
+        mask = torch.cat([mask[:, held:], x.tail_mask[:, -held:]], 1)
+    k_BSGK, real_BS = torch.cat([before, x.k], 1), torch.cat([mask, real_BT], 1)
     return k_BSGK.masked_fill(~real_BS[..., None, None], 0.0), real_BS
 
 

@@ -17,85 +17,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from latte.ops.arguments import MACCHIATO_GRADIENTS, WINDOW_GRADIENTS, Macchiato, Three
+from latte.ops.arguments import MACCHIATO_GRADIENTS, WINDOW_GRADIENTS, Latte, Macchiato, Mixture
 from latte.ops.custom_ops import differentiable_op
-from latte.ops.state import LateSources, LatteState, SeenSinks, WindowState, final_buffers
-from latte.ops.tensors import Local, Sequences
+from latte.ops.state import final_buffers
 from latte.ops.torch_backend import latte, window
 
 
-def macchiato_attention(
-    latent_q_BTHL: Tensor,
-    latent_k_BTHL: Tensor,
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    local: Local,
-    sequences: Sequences,
-    earlier: tuple[Tensor, Tensor] | None,
-    tail: WindowState | None,
-    log_decay: Tensor | None = None,
-    sinks: SeenSinks | None = None,
-    delay: bool = False,
-    pending: WindowState | None = None,
-) -> tuple[Tensor, LatteState]:
-    """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
-    op = causal_op if sequences.causal else bidirectional_op
-    late = None
-    if delay:
-        assert local.window is not None
-        log_mass = None if earlier is None else earlier[0]
-        late = LateSources.of(latent_k_BTHL, v_BTGD, local.window, sequences, pending, log_mass)
-    latents, qkv = (latent_q_BTHL, latent_k_BTHL), (q_BTHK, k_BTGK, v_BTGD)
-    states = (earlier, tail, log_decay, sinks, late)
-    out, A, mu, *_ = op(*Macchiato.of(latents, qkv, local, sequences, *states))
-    return out, LatteState(A, mu)
+def macchiato_attention(x: Macchiato, causal: bool) -> tuple[Tensor, ...]:
+    """See :func:`latte.ops.macchiato_attention`: the output, then the latents' state."""
+    op = causal_op if causal else bidirectional_op
+    return op(*Mixture.of(x, causal))[:3]
 
 
-class BranchInputs:
+class Branches:
     """What the two branches take of the op's arguments."""
 
-    def __init__(self, x: Macchiato) -> None:
-        self.near = (x.local, x.sequences, x.tail, x.sinks)
-        self.late, self.sequences = x.late_v is not None, x.sequences
-        if self.late:
-            self.sequences = x.sequences._replace(key_mask=x.late_mask)
-        self.latent_k, self.v = x.latent_k, x.v if x.late_v is None else x.late_v
+    def __init__(self, x: Mixture) -> None:
+        self.near, self.late, self.R = x.near(), x.late_v is not None, x.q.shape[2] // x.v.shape[2]
         self.p = latte.probabilities(x.latent_q)
+        self.share = self.p[..., :1]  # p(0|t), (B, T, H, 1)
         if x.begun is not None:  # without latent mass all of the distribution is the window's
             self.p.masked_fill_(~x.begun[..., None, None], 0.0)
             self.share.masked_fill_(~x.begun[..., None, None], 1.0)
-        self.R = x.q.shape[2] // x.v.shape[2]
-
-    @property
-    def share(self) -> Tensor:
-        """p(0|t), (B, T, H, 1)."""
-        return self.p[..., :1]
-
-    @property
-    def pkv(self) -> Three:
-        """What the latents' passes take: every query head has values of its own."""
-        v = self.v.repeat_interleave(self.R, 2) if self.R > 1 else self.v
-        return self.p[..., 1:], self.latent_k, v
+        v, mask = (x.v, x.key_mask) if x.late_v is None else (x.late_v, x.late_mask)
+        # Every query head has values of its own.
+        v = v.repeat_interleave(self.R, 2) if self.R > 1 else v
+        latents = (self.p[..., 1:], x.latent_k, v, mask, x.cu_seqlens)
+        self.latents = Latte(*latents, x.log_mass, x.mean, x.log_decay)
 
 
 def macchiato_op(name: str, passes: latte.Passes) -> Any:
     """The op of both branches, from the passes of the latents."""
 
-    def run(x: Macchiato) -> tuple[Tensor, ...]:
-        call = BranchInputs(x)
-        out = window.forward(x.qkv, *call.near, call.share)
-        _, *after = passes.forward(call.pkv, call.sequences, x.earlier, out, x.log_decay)
+    def run(x: Mixture) -> tuple[Tensor, ...]:
+        call = Branches(x)
+        out = window.forward(call.near, call.share)
+        _, *after = passes.forward(call.latents, out)
         return out.to(x.v.dtype), *after
 
-    def run_back(x: Macchiato, *given: Tensor) -> dict[str, Tensor]:
-        call, grads, saved = BranchInputs(x), given[:3], given[3:]
-        near = window.backward(grads[0], x.qkv, *call.near, call.share)
+    def run_back(x: Mixture, *given: Tensor) -> dict[str, Tensor]:
+        call, grads, saved = Branches(x), given[:3], given[3:]
+        near = window.backward(call.near, grads[0], call.share)
         apart = call.late or call.R > 1
         pulled, dlatent_k, far_dv, *state = passes.backward(
-            *(grads, call.pkv, call.sequences, x.earlier, *saved),
-            dv_near=None if apart else near.dv,
-            log_decay=x.log_decay,
+            call.latents, grads, *saved, dv_near=None if apart else near.dv
         )
         if call.R > 1:
             far_dv = far_dv.to(near.dv.dtype).unflatten(2, (-1, call.R)).sum(3)
@@ -108,14 +73,14 @@ def macchiato_op(name: str, passes: latte.Passes) -> Any:
         dlatent_q = latte.through_softmax(pulled, call.p)
         return found | {"latent_q": dlatent_q, "latent_k": dlatent_k, "late_v": far_dv}
 
-    def fake(x: Macchiato) -> tuple[Tensor, ...]:
+    def fake(x: Mixture) -> tuple[Tensor, ...]:
         out = x.v.new_empty((*x.q.shape[:3], x.v.shape[-1]))
         state = (x.latent_k, x.v, x.cu_seqlens)
         return out, *final_buffers(*state), *passes.buffers(*state)
 
     return differentiable_op(
         name,
-        Macchiato,
+        Mixture,
         fake,
         run,
         run_back,

@@ -24,17 +24,13 @@ def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     exact = x.dtype == weight_E.dtype and x.dtype in (torch.float32, torch.float64)
     if not exact or not on_cpu(x):
         return F.rms_norm(x, weight_E.shape, weight_E, eps)
-    if torch.is_grad_enabled() or not single_tokens(x):
+    single = x.ndim <= 2 or x.shape[1] == 1  # one token per row
+    if torch.is_grad_enabled() or not single:
         return _RMSNorm.apply(x, weight_E, eps)
     E = x.shape[-1]
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     size = torch.hypot(size, number(math.sqrt(E * eps), x))
     return x * (number(math.sqrt(E), x) / size) * weight_E
-
-
-def single_tokens(x: Tensor) -> bool:
-    """Whether x (B, T, ...) or (B, ...) has one token per row."""
-    return x.ndim <= 2 or x.shape[1] == 1
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from latte.ops.arguments import RGLRU, Convolution
 from latte.ops.custom_ops import differentiable_op
 from latte.ops.state import last_tokens
 from latte.ops.tensors import (
-    Sequences,
     computation_dtype,
     count_sequences,
     sequence_bounds,
@@ -36,22 +36,13 @@ GATE_STRENGTH = 8.0
 AT_ONCE = 1 << 22
 
 
-def rg_lru(
-    x_BTE: Tensor,
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    theta_E: Tensor,
-    sequences: Sequences,
-    initial_state: Tensor | None,
-    reverse: bool,
-) -> tuple[Tensor, Tensor]:
+def rg_lru(call: RGLRU) -> tuple[Tensor, Tensor]:
     """See :func:`latte.ops.rg_lru`."""
-    (B, T, E), dtype = x_BTE.shape, computation_dtype(x_BTE.dtype)
-    key_mask, cu_seqlens, _ = sequences
+    *inputs, theta_E, initial_state, key_mask, cu_seqlens, reverse = call
+    (B, T, E), dtype = call.x.shape, computation_dtype(call.x.dtype)
     h0_NE = initial_state
     if h0_NE is None:
-        h0_NE = x_BTE.new_zeros(count_sequences(B, cu_seqlens), E, dtype=dtype)
-    inputs = [x_BTE, recurrence_gate, input_gate]
+        h0_NE = call.x.new_zeros(count_sequences(B, cu_seqlens), E, dtype=dtype)
     if reverse:
         inputs = [z.flip(1) for z in inputs]
         key_mask = None if key_mask is None else key_mask.flip(1)
@@ -83,7 +74,7 @@ def rg_lru(
         empty = (bounds.diff() == 0)[:, None]
         last_NE = torch.where(empty, h0_NE, h[0, end])
         last_NE = last_NE.flip(0) if reverse else last_NE
-    return (h.flip(1) if reverse else h).to(x_BTE.dtype), last_NE
+    return (h.flip(1) if reverse else h).to(call.x.dtype), last_NE
 
 
 def _first_tokens(
@@ -189,16 +180,10 @@ linear_recurrence = differentiable_op(
 )
 
 
-def causal_conv1d(
-    x_BTE: Tensor,
-    weight_EK: Tensor,
-    bias_E: Tensor | None,
-    sequences: Sequences,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def causal_conv1d(call: Convolution) -> tuple[Tensor, Tensor]:
     """See :func:`latte.ops.causal_conv1d`."""
-    (B, T, E), K = x_BTE.shape, weight_EK.shape[1]
-    dtype, (key_mask, cu_seqlens, _) = computation_dtype(x_BTE.dtype), sequences
+    x_BTE, weight_EK, bias_E, initial_state, key_mask, cu_seqlens = call
+    (B, T, E), K, dtype = x_BTE.shape, weight_EK.shape[1], computation_dtype(x_BTE.dtype)
     x = without_masked(key_mask, x_BTE.to(dtype))
     tail = initial_state
     tail = x.new_zeros(count_sequences(B, cu_seqlens), K - 1, E) if tail is None else tail.to(dtype)

@@ -22,66 +22,48 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.ops import reference
-from latte.ops.arguments import WINDOW_GRADIENTS, Earlier, Three, Window
+from latte.ops.arguments import WINDOW_GRADIENTS, Window
 from latte.ops.custom_ops import differentiable_op
-from latte.ops.state import SeenSinks, WindowState
-from latte.ops.tensors import Local, Sequences, computation_dtype, without_masked
+from latte.ops.state import SeenSinks
+from latte.ops.tensors import Local, computation_dtype, without_masked
 from latte.ops.torch_backend.batching import AT_ONCE, Rows, rows_of, spans
 
 # Logits that are formed together, 2 MB in fp32.
 SCORES_AT_ONCE = 1 << 19
 
 
-def sliding_window_attention(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    local: Local,
-    sequences: Sequences,
-    tail: WindowState | None,
-    sinks: SeenSinks | None = None,
-) -> Tensor:
+def sliding_window_attention(x: Window) -> tuple[Tensor]:
     """See :func:`latte.ops.sliding_window_attention`."""
-    inputs = (q_BTHK, k_BTGK, v_BTGD)
-    if local.window is not None:
-        return window_op(*Window.of(inputs, local, sequences, tail, sinks))
-    if local.softcap:
+    if x.window is not None:
+        return (window_op(*x),)
+    if x.softcap:
         # No kernel of PyTorch's takes a soft cap on the CPU: the weights are formed.
-        return reference.sliding_window_attention(*inputs, local, sequences, tail)
-    scale, (key_mask, cu_seqlens, causal) = local.scale, sequences
-    if cu_seqlens is None:
-        return _full(*inputs, scale, causal, key_mask, tail)
-    T = q_BTHK.shape[1]
+        return reference.sliding_window_attention(x)
+    if x.cu_seqlens is None:
+        return (_full(x),)
+    T = x.q.shape[1]
     if torch.compiler.is_compiling():
-        seen = reference.visible_sources(T, sequences, q_BTHK.device)
-        k_BTGK, v_BTGD = without_masked(key_mask, k_BTGK), without_masked(key_mask, v_BTGD)
-        return _sdpa(q_BTHK, k_BTGK, v_BTGD, scale, seen[:, None], False)
-    out = v_BTGD.new_zeros(*q_BTHK.shape[:3], v_BTGD.shape[-1])
+        seen = reference.visible_sources(T, x.sequences, x.q.device)
+        k, v = without_masked(x.key_mask, x.k), without_masked(x.key_mask, x.v)
+        return (_sdpa(x.q, k, v, x.scale, seen[:, None], False),)
+    out = x.v.new_zeros(*x.q.shape[:3], x.v.shape[-1])
     everything = slice(0, T)
-    for rows in rows_of(q_BTHK, q_BTHK[0, 0].numel(), T, cu_seqlens):
-        q, k, v = (rows.gather(x, everything) for x in inputs)
-        y = _full(q, k, v, scale, causal, rows.visible(key_mask, everything), None)
-        out = rows.scattered(out, y.to(out.dtype))
-    return out
+    for rows in rows_of(x.q, x.q[0, 0].numel(), T, x.cu_seqlens):
+        q, k, v = (rows.gather(y, everything) for y in x.qkv)
+        own = x._replace(q=q, k=k, v=v, key_mask=rows.visible(x.key_mask, everything))
+        out = rows.scattered(out, _full(own).to(out.dtype))
+    return (out,)
 
 
-def _full(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    causal: bool,
-    key_mask: Tensor | None,
-    earlier: WindowState | None,
-) -> Tensor:
+def _full(x: Window) -> Tensor:
     """Softmax attention over all (visible) keys of rows that are not packed, in O(T^2)."""
-    T, P = q.shape[1], 0
-    k, v = without_masked(key_mask, k), without_masked(key_mask, v)
-    if earlier is not None:
-        P = earlier.keys.shape[1]
-        k, v = torch.cat([earlier.keys, k], 1), torch.cat([earlier.values, v], 1)
+    q, key_mask, scale, causal, (T, P) = x.q, x.key_mask, x.scale, x.causal, (x.q.shape[1], 0)
+    k, v = without_masked(key_mask, x.k), without_masked(key_mask, x.v)
+    if x.tail_k is not None and x.tail_v is not None and x.tail_mask is not None:
+        P = x.tail_k.shape[1]
+        k, v = torch.cat([x.tail_k, k], 1), torch.cat([x.tail_v, v], 1)
         own = k.new_ones(k.shape[0], T, dtype=torch.bool) if key_mask is None else key_mask
-        key_mask = torch.cat([earlier.mask, own], 1)
+        key_mask = torch.cat([x.tail_mask, own], 1)
     if key_mask is None:
         return _sdpa(q, k, v, scale, None, causal)
     seen = key_mask[:, None, None, :]
@@ -208,16 +190,12 @@ class WindowSegment:
         rows: Rows,
         span: slice,
         chunks: Chunks,
-        qkv: Three,
-        key_mask: Tensor | None,
-        tail: Earlier,
-        sinks: SeenSinks | None,
+        x: Window,
         apart: bool,
     ) -> None:
-        q, k, v = qkv
-        Q = chunks.Q
+        Q, tail, sinks = chunks.Q, x.tail, x.sinks
         self.rows, self.span, self.chunks, self.apart = rows, span, chunks, apart
-        self.dtype = computation_dtype(q.dtype)
+        self.dtype = computation_dtype(x.q.dtype)
         self.t = span.stop - span.start
         self.N = -(-self.t // Q)
         P = 0 if tail[0] is None else tail[0].shape[1]
@@ -231,8 +209,8 @@ class WindowSegment:
         self.keys_span = slice(self.low, self.high)
         self.pad = self.low - first
         self.old = min(P, self.pad)
-        queries = rows.gather(q, span)
-        self.n, self.G = queries.shape[0], k.shape[2]
+        queries = rows.gather(x.q, span)
+        self.n, self.G = queries.shape[0], x.k.shape[2]
         self.X = self.n * self.G
         self.R = queries.shape[2] // self.G
         most = max(1, SCORES_AT_ONCE // (self.width * self.R * Q * chunks.M))
@@ -240,9 +218,9 @@ class WindowSegment:
         alone = self.rows_at_once == 1
         self.shown = slice(self.before, self.before + self.N) if alone else slice(0, self.width)
         self.q_line = self.line(queries)
-        self.k_line, self.v_line = self._keys(k, tail[0]), self._keys(v, tail[1])
+        self.k_line, self.v_line = self._keys(x.k, tail[0]), self._keys(x.v, tail[1])
         self.sinks = None if sinks is None else self._sinks(sinks)
-        self.limit, self.alive = self._visible(key_mask, tail[2])
+        self.limit, self.alive = self._visible(x.key_mask, tail[2])
 
     def _sinks(self, sinks: SeenSinks) -> SeenSinks:
         """The sinks of these rows: q as a line, keys and values (X, S, K); seen (n, shown, Q, S).
@@ -426,26 +404,17 @@ class Block:
         return x[:, :, None]
 
 
-def _segments(
-    qkv: Three,
-    local: Local,
-    sequences: Sequences,
-    tail: Earlier,
-    sinks: SeenSinks | None,
-    apart: bool = False,
-) -> Iterator[WindowSegment]:
+def _segments(x: Window, apart: bool = False) -> Iterator[WindowSegment]:
     """Segments of equal length, as long as a row's scores stay small."""
-    q, _, v = qkv
-    T, H = q.shape[1:3]
-    assert local.window is not None
-    longest = T if tail[0] is None else T + tail[0].shape[1]
-    chunks = Chunks.of(local.window, sequences.causal, longest)
+    T, H = x.q.shape[1:3]
+    longest = T if x.tail_k is None else T + x.tail_k.shape[1]
+    chunks = Chunks.of(x.window, x.causal, longest)
     Q = chunks.Q
-    most = max(1, AT_ONCE // (H // qkv[1].shape[2] * Q * chunks.M)) * Q
-    for rows in rows_of(q, H * max(q.shape[-1], v.shape[-1]), most, sequences.cu_seqlens):
+    most = max(1, AT_ONCE // (H // x.k.shape[2] * Q * chunks.M)) * Q
+    for rows in rows_of(x.q, H * max(x.q.shape[-1], x.v.shape[-1]), most, x.cu_seqlens):
         length = -(-rows.length // (-(-rows.length // most) * Q)) * Q
         for span in spans(rows.length, length):
-            yield WindowSegment(rows, span, chunks, qkv, sequences.key_mask, tail, sinks, apart)
+            yield WindowSegment(rows, span, chunks, x, apart)
 
 
 def _mixes_rows(x: Tensor) -> bool:
@@ -457,25 +426,17 @@ def _mixes_rows(x: Tensor) -> bool:
     return x.device.type == "cpu" and not math.isfinite(x.sum(dtype=computation_dtype(x.dtype)))
 
 
-def forward(
-    qkv: Three,
-    local: Local,
-    sequences: Sequences,
-    tail: Earlier,
-    sinks: SeenSinks | None = None,
-    share: Tensor | None = None,
-) -> Tensor:
+def forward(x: Window, share: Tensor | None = None) -> Tensor:
     """Windowed softmax attention; ``softcap=0`` is none.
 
     With ``share`` (B, T, H, 1) in the dtype of the sums outputs are multiplied by it, unrounded.
     """
-    q, _, v = qkv
-    dtype = v.dtype if share is None else share.dtype
-    out = v.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype)
-    for part in _segments(qkv, local, sequences, tail, sinks):
-        y_line = part.q_line.new_empty(*part.q_line.shape[:2], v.shape[-1])
+    dtype, D = x.v.dtype if share is None else share.dtype, x.v.shape[-1]
+    out = x.v.new_empty((*x.q.shape[:3], D), dtype=dtype)
+    for part in _segments(x):
+        y_line = part.q_line.new_empty(*part.q_line.shape[:2], D)
         for block in part.blocks():
-            near, far = block.split(block.weights(local)[0])
+            near, far = block.split(block.weights(x.local)[0])
             torch.bmm(near, block.keys(part.v_line), out=y_line[block.own])
             if part.sinks is not None:
                 block.by_row(y_line).baddbmm_(far, block.of_sinks(part.sinks.values))
@@ -505,31 +466,24 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    dout: Tensor,
-    qkv: Three,
-    local: Local,
-    sequences: Sequences,
-    tail: Earlier,
-    sinks: SeenSinks | None = None,
-    share: Tensor | None = None,
-    apart: bool = False,
+    x: Window, dout: Tensor, share: Tensor | None = None, apart: bool = False
 ) -> Gradients:
     """The gradients of :func:`forward`."""
-    q, k, v = qkv
+    (q, k, v), sinks = x.qkv, x.sinks
     dtype = computation_dtype(q.dtype)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dshare = None if share is None else torch.empty_like(share)
-    dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v))
+    dk, dv = (torch.empty(y.shape, dtype=dtype, device=y.device) for y in (k, v))
     dtail_k, dtail_v = (
-        k.new_empty(0) if x is None else k.new_zeros(x.shape, dtype=dtype) for x in tail[:2]
+        k.new_empty(0) if y is None else k.new_zeros(y.shape, dtype=dtype) for y in x.tail[:2]
     )
     dsink_q, dsink_k, dsink_v = (q.new_empty(0) for _ in range(3))
     if sinks is not None:
         dsink_q = torch.empty_like(sinks.q, memory_format=torch.contiguous_format)
-        dsink_k, dsink_v = (x.new_zeros(x.shape, dtype=dtype) for x in (sinks.keys, sinks.values))
+        dsink_k, dsink_v = (y.new_zeros(y.shape, dtype=dtype) for y in sinks[1:3])
     # Keys are shared by neighbouring segments, so their gradients are added up in fp32.
     alone: bool | None = None
-    for part in _segments(qkv, local, sequences, tail, sinks, apart):
+    for part in _segments(x, apart):
         rows, span = part.rows, part.span
         if alone is None:
             alone = rows.tokens is None and (part.n, part.t) == q.shape[:2]
@@ -545,9 +499,9 @@ def backward(
         )
         sums_line = dq_line.new_empty(*dq_line.shape[:2], 1)
         if part.sinks is not None:  # of each row, written by its block
-            dsink_line, dks, dvs = (torch.empty_like(x) for x in (part.q_line, *part.sinks[1:3]))
+            dsink_line, dks, dvs = (torch.empty_like(y) for y in (part.q_line, *part.sinks[1:3]))
         for block in part.blocks():
-            weights, tanh = block.weights(local)
+            weights, tanh = block.weights(x.local)
             queries, dy = part.q_line[block.own], dy_line[block.own]
             pulled = block.against(dy_line, True).mul_(weights)
             near, far = block.split(weights)
@@ -558,10 +512,10 @@ def backward(
                 dlogits *= 1.0 - tanh.square()
             keys = block.keys(part.k_line)
             near, dfar = block.split(dlogits)
-            dq_line[block.own].baddbmm_(near, keys, beta=0, alpha=local.scale)
-            block.add_to_keys(dk_line, near, queries, local.scale)
+            dq_line[block.own].baddbmm_(near, keys, beta=0, alpha=x.scale)
+            block.add_to_keys(dk_line, near, queries, x.scale)
             if part.sinks is not None:
-                dfar = dfar * local.scale
+                dfar = dfar * x.scale
                 kept = block.of_sinks(part.sinks.keys)
                 block.by_row(dsink_line).copy_(torch.bmm(dfar, kept))
                 block.of_sinks(dks).copy_(torch.bmm(dfar.mT, block.by_row(part.sinks.q)))
@@ -581,22 +535,16 @@ def backward(
                 P = dtail.shape[1]
                 dtail[rows.ids, P - part.old :] += dx[:, part.pad - part.old : part.pad]
     if not apart and _mixes_rows(dk):  # whatever is not finite comes by here
-        return backward(dout, qkv, local, sequences, tail, sinks, share, apart=True)
+        return backward(x, dout, share, apart=True)
     return Gradients(dq, dk, dv, dtail_k, dtail_v, dsink_q, dsink_k, dsink_v, dshare)
-
-
-def _op_backward(x: Window, dout: Tensor) -> dict[str, Tensor]:
-    """The gradients of the op."""
-    found = backward(dout, x.qkv, x.local, x.sequences, x.tail, x.sinks)
-    return dict(zip(WINDOW_GRADIENTS, found[:-1], strict=True))
 
 
 window_op = differentiable_op(
     "sliding_window",
     Window,
     lambda x: x.v.new_empty((*x.q.shape[:3], x.v.shape[-1])),
-    lambda x: forward(x.qkv, x.local, x.sequences, x.tail, x.sinks),
-    _op_backward,
+    forward,
+    lambda x, dout: dict(zip(WINDOW_GRADIENTS, backward(x, dout)[:-1], strict=True)),
     returns=["out"],
     gradients=WINDOW_GRADIENTS,
 )

@@ -11,127 +11,103 @@ width, E channels, N sequences.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from latte.ops.arguments import Latte, Macchiato, Window
-from latte.ops.state import LateSources, LatteState, SeenSinks, WindowState
-from latte.ops.tensors import Local, Sequences, without_masked
+from latte.ops.arguments import RGLRU, Convolution, Latte, Macchiato, Mixture, Window
+from latte.ops.state import LatteState, WindowState
+from latte.ops.tensors import Sequences, without_masked
 
 
-def latte_attention(
-    q_BTHL: Tensor,
-    k_BTHL: Tensor,
-    v_BTHD: Tensor,
-    sequences: Sequences,
-    earlier: tuple[Tensor, Tensor] | None,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor, LatteState]:
-    """See :func:`latte.ops.latte_attention`."""
+def latte_attention(x: Latte, causal: bool) -> tuple[Tensor, ...]:
+    """See :func:`latte.ops.latte_attention`: the output, log-mass and mean."""
     from latte.ops.triton_backend.latte_bidirectional import bidirectional_op
     from latte.ops.triton_backend.latte_causal import causal_op, forgetting_op
 
-    op = causal_op if sequences.causal else bidirectional_op
-    if log_decay is not None:
+    op = causal_op if causal else bidirectional_op
+    if x.log_decay is not None:
         op = forgetting_op
-    qkv = (q_BTHL, k_BTHL, without_masked(sequences.key_mask, v_BTHD))
-    out, log_mass, mean, *_ = op(*Latte.of(qkv, sequences, earlier, log_decay))
-    return out, LatteState(log_mass, mean)
+    return op(*x._replace(v=without_masked(x.key_mask, x.v)))[:3]
 
 
-def macchiato_attention(
-    latent_q_BTHL: Tensor,
-    latent_k_BTHL: Tensor,
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    local: Local,
-    sequences: Sequences,
-    earlier: tuple[Tensor, Tensor] | None,
-    tail: WindowState | None,
-    log_decay: Tensor | None = None,
-    sinks: SeenSinks | None = None,
-    delay: bool = False,
-    pending: WindowState | None = None,
-    joint: bool = False,
-) -> tuple[Tensor, LatteState]:
-    """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
+def macchiato_attention(x: Macchiato, causal: bool) -> tuple[Tensor, ...]:
+    """See :func:`latte.ops.macchiato_attention`: the output, log-mass and mean."""
     from latte.ops.triton_backend.macchiato import macchiato_op
 
-    q_BTHK, sinks, local = _rising(q_BTHK, sinks, local)
-    k_BTGK, v_BTGD = (without_masked(sequences.key_mask, x) for x in (k_BTGK, v_BTGD))
-    late = None
-    if delay:
-        assert local.window is not None
-        around = (sequences, _without_masked(pending), None if earlier is None else earlier[0])
-        late = LateSources.of(latent_k_BTHL, v_BTGD, local.window, *around)
-    latents, qkv = (latent_q_BTHL, latent_k_BTHL), (q_BTHK, k_BTGK, v_BTGD)
-    states = (earlier, _without_masked(tail), log_decay, sinks, late)
-    inputs = Macchiato.of(latents, qkv, local, sequences, *states, joint)
-    out, log_mass, mean, *_ = macchiato_op(*inputs)
-    return out, LatteState(log_mass, mean)
+    if x.pending_k is not None and x.pending_v is not None:
+        keys, values = (without_masked(x.pending_mask, y) for y in (x.pending_k, x.pending_v))
+        x = x._replace(pending_k=keys, pending_v=values)
+    return macchiato_op(*Mixture.of(_readable(x), causal))[:3]
 
 
-def sliding_window_attention(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    local: Local,
-    sequences: Sequences,
-    tail: WindowState | None,
-    sinks: SeenSinks | None = None,
-) -> Tensor:
+def sliding_window_attention(x: Window) -> tuple[Tensor]:
     """See :func:`latte.ops.sliding_window_attention`."""
     from latte.ops.triton_backend.window import window_op
 
-    q_BTHK, sinks, local = _rising(q_BTHK, sinks, local)
-    k_BTGK, v_BTGD = (without_masked(sequences.key_mask, x) for x in (k_BTGK, v_BTGD))
-    qkv = (q_BTHK, k_BTGK, v_BTGD)
-    return window_op(*Window.of(qkv, local, sequences, _without_masked(tail), sinks))
+    return (window_op(*_readable(x)),)
 
 
-def _rising(
-    q_BTHK: Tensor, sinks: SeenSinks | None, local: Local
-) -> tuple[Tensor, SeenSinks | None, Local]:
-    """With a scale above 0, as the kernels take the largest logit before they scale it."""
-    if local.scale > 0:
-        return q_BTHK, sinks, local
-    sign = -1.0 if local.scale < 0 else 0.0
-    sinks = None if sinks is None else sinks._replace(q=sinks.q * sign)
-    return q_BTHK * sign, sinks, local._replace(scale=abs(local.scale) or 1.0)
+def _readable(x: Any) -> Any:
+    """The window's arguments without what is masked, and with a scale above 0.
+
+    The kernels take the largest logit before they scale it.
+    """
+    x = x._replace(k=without_masked(x.key_mask, x.k), v=without_masked(x.key_mask, x.v))
+    if x.tail_k is not None:
+        keys, values = (without_masked(x.tail_mask, y) for y in (x.tail_k, x.tail_v))
+        x = x._replace(tail_k=keys, tail_v=values)
+    if x.scale > 0:
+        return x
+    sign = -1.0 if x.scale < 0 else 0.0
+    sink_q = None if x.sink_q is None else x.sink_q * sign
+    return x._replace(q=x.q * sign, sink_q=sink_q, scale=abs(x.scale) or 1.0)
 
 
-def _without_masked(tail: WindowState | None) -> WindowState | None:
-    if tail is None:
-        return None
-    keys, values = (without_masked(tail.mask, x) for x in (tail.keys, tail.values))
-    return WindowState(keys, values, tail.mask)
+def latte_step(x: Latte) -> tuple[Tensor, Tensor, Tensor]:
+    """One token by one kernel: output, log-mass and mean after it. Values may be (B, 1, G, D)."""
+    from latte.ops.triton_backend.step import latte_step_op
+
+    return latte_step_op(*_with_latents(x, x.k, x.v))
 
 
-def rg_lru(
-    x_BTE: Tensor,
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    theta_E: Tensor,
-    sequences: Sequences,
-    initial_state: Tensor | None,
-    reverse: bool,
-) -> tuple[Tensor, Tensor]:
+def macchiato_step(
+    x: Macchiato,
+) -> tuple[Tensor, Tensor, Tensor, WindowState, WindowState | None]:
+    """One token by one kernel: output, log-mass, mean, tail and pending sources after it."""
+    from latte.ops.triton_backend.step import macchiato_step_op
+
+    x = _with_latents(x, x.latent_k, x.v)
+    if x.tail_k is None:
+        keys, values, mask = WindowState.empty(x.k, x.v, x.window)
+        x = x._replace(tail_k=keys, tail_v=values, tail_mask=mask)
+    if x.delay and x.pending_k is None:
+        keys, values, mask = WindowState.empty(x.latent_k, x.v, x.window + 1)
+        x = x._replace(pending_k=keys, pending_v=values, pending_mask=mask)
+    out, log_mass, mean, *held = macchiato_step_op(*x)
+    pending = WindowState(*held[3:]) if x.delay else None
+    return out, log_mass, mean, WindowState(*held[:3]), pending
+
+
+def _with_latents(x: Any, k: Tensor, v: Tensor) -> Any:
+    """The arguments, with the state before any token if there is none."""
+    if x.log_mass is not None:
+        return x
+    log_mass, mean = LatteState.empty_for(k, k.shape[0], *k.shape[2:], v.shape[3])
+    return x._replace(log_mass=log_mass, mean=mean)
+
+
+def rg_lru(x: RGLRU) -> tuple[Tensor, Tensor]:
     """See :func:`latte.ops.rg_lru`: h (B, T, E) and the last state (N, E), for T > 0."""
     from latte.ops.triton_backend.recurrence import beginnings, rg_lru_op
 
-    begins = beginnings(x_BTE, sequences, initial_state, reverse)
-    inputs = (x_BTE, recurrence_gate, input_gate, theta_E, initial_state)
-    return rg_lru_op(*inputs, *sequences[:2], begins, reverse)[:2]
+    sequences = Sequences(x.key_mask, x.cu_seqlens)
+    begins = beginnings(x.x, sequences, x.initial_state, x.reverse)
+    return rg_lru_op(*x[:-1], begins, x.reverse)[:2]
 
 
-def causal_conv1d(
-    x_BTE: Tensor,
-    weight_EK: Tensor,
-    bias_E: Tensor | None,
-    sequences: Sequences,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def causal_conv1d(x: Convolution) -> tuple[Tensor, Tensor]:
     """See :func:`latte.ops.causal_conv1d`: y (B, T, E) and the new tail (N, K-1, E), for T > 0."""
     from latte.ops.triton_backend.convolution import convolution_op
 
-    return convolution_op(x_BTE, weight_EK, bias_E, initial_state, *sequences[:2])
+    return convolution_op(*x)

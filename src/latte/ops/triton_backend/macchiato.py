@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latte.ops.arguments import MACCHIATO_GRADIENTS, WINDOW_GRADIENTS, Macchiato
+from latte.ops.arguments import MACCHIATO_GRADIENTS, WINDOW_GRADIENTS, Mixture
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import final_buffers
 from latte.ops.tensors import count_sequences
@@ -62,7 +62,7 @@ from latte.ops.triton_backend.window import (
 ALL = tl.constexpr(1.0e38)
 
 
-def saved_states(x: Macchiato) -> Between:
+def saved_states(x: Mixture) -> Between:
     """Empty buffers of :func:`between_segments`; if bidirectional, only the final (top, mass).
 
     The last one is empty if latents do not forget, because the number of an op's outputs is fixed.
@@ -78,33 +78,33 @@ def saved_states(x: Macchiato) -> Between:
     return *found, found[0].new_empty(0)
 
 
-def late_sources(x: Macchiato, near: Window) -> tuple[Tensor, Tensor | None]:
+def late_sources(x: Mixture, near: Window) -> tuple[Tensor, Tensor | None]:
     """Values and mask of the sources that the latents read."""
     if x.late_v is None:
         return near.v, near.mask
     return unit_stride(x.late_v), readable(x.late_mask)
 
 
-def logit_found(x: Macchiato) -> bool:
+def logit_found(x: Mixture) -> bool:
     """Whether the window's logit in the mixture differs from the one in column 0."""
     return x.joint or x.begun is not None
 
 
-def walker_of(x: Macchiato) -> Walker:
+def walker_of(x: Mixture) -> Walker:
     """The latents' walks."""
     K, D = x.q.shape[-1], x.v.shape[-1]
     return Walker(x.latent_k, D, x.cu_seqlens, x.log_decay is not None, K)
 
 
-def token_numbers(x: Macchiato) -> tuple[Tensor, Tensor]:
+def token_numbers(x: Mixture) -> tuple[Tensor, Tensor]:
     """Empty buffers for the window's share of each token, and for its logit, if it is computed."""
     (gate,) = token_buffers(x.q, 1)
     return gate, torch.empty_like(gate) if logit_found(x) else gate.new_empty(0)
 
 
-def forward(x: Macchiato) -> tuple[Tensor, ...]:
+def forward(x: Mixture) -> tuple[Tensor, ...]:
     """Outputs and final state; then numbers of each token, and the states that are saved."""
-    w, latent_k, D = Window.of(x), x.latent_k, x.v.shape[-1]
+    w, latent_k, D = Window.of(x.near()), x.latent_k, x.v.shape[-1]
     out, (gate, logit) = x.q.new_empty((*x.q.shape[:3], D)), token_numbers(x)
     finals, earlier = final_buffers(latent_k, x.v, x.cu_seqlens), x.earlier
     walker, R = walker_of(x), x.q.shape[2] // x.v.shape[2]
@@ -152,7 +152,7 @@ def forward(x: Macchiato) -> tuple[Tensor, ...]:
     return out, *finals, gate, logit, *states, *falls
 
 
-def fake(x: Macchiato) -> tuple[Tensor, ...]:
+def fake(x: Mixture) -> tuple[Tensor, ...]:
     D = x.v.shape[-1]
     finals = final_buffers(x.latent_k, x.v, x.cu_seqlens)
     out = x.q.new_empty((*x.q.shape[:3], D))
@@ -160,7 +160,7 @@ def fake(x: Macchiato) -> tuple[Tensor, ...]:
 
 
 def backward(
-    x: Macchiato,
+    x: Mixture,
     dout: Tensor,
     dlog_mass: Tensor,
     dmean: Tensor,
@@ -170,7 +170,7 @@ def backward(
     *states: Tensor,
 ) -> dict[str, Tensor]:
     """Gradients of the inputs."""
-    w, latent_k, earlier = Window.of(x), x.latent_k, x.earlier
+    w, latent_k, earlier = Window.of(x.near()), x.latent_k, x.earlier
     dlatent_q, dlatent_k, dq, dk, dv, dtail_k, dtail_v, dg = empty_gradients(
         *(x.latent_q, latent_k, x.q, x.k, x.v, x.tail_k, x.tail_v, x.log_decay)
     )
@@ -229,7 +229,7 @@ def backward(
 
 macchiato_op = differentiable_op(
     "triton_macchiato",
-    Macchiato,
+    Mixture,
     fake,
     forward,
     backward,

@@ -18,13 +18,14 @@ P = W - 1 slots of the window, W pending sources, S sinks.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from latte.ops.arguments import Latte, Macchiato
 from latte.ops.custom_ops import custom_op, empty_gradients
 from latte.ops.triton_backend.launch import contiguous, launch, readable, step_tiles
 from latte.ops.triton_backend.tiles import (
@@ -40,52 +41,10 @@ PENDING = (
 )
 
 
-class LatteStep(NamedTuple):
-    """q, k (B, 1, H, L), v (B, 1, G, D), and the state."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor | None
-    log_mass: Tensor
-    mean: Tensor
-    log_decay: Tensor | None = None
-
-
-class MacchiatoStep(NamedTuple):
-    """latent_q (B, 1, H, L+1), ..., and the states.
-
-    Sinks are given as in :class:`latte.ops.state.SeenSinks`. The last three states, (B, W, H, L),
-    (B, W, G, D) and (B, W), belong to late latents.
-    """
-
-    latent_q: Tensor
-    latent_k: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor | None
-    log_mass: Tensor
-    mean: Tensor
-    keys: Tensor
-    values: Tensor
-    mask: Tensor
-    scale: float
-    softcap: float | None
-    log_decay: Tensor | None = None
-    sink_q: Tensor | None = None
-    sink_k: Tensor | None = None
-    sink_v: Tensor | None = None
-    sink_mask: Tensor | None = None
-    sinks_seen: Tensor | None = None
-    pending_k: Tensor | None = None
-    pending_v: Tensor | None = None
-    pending_mask: Tensor | None = None
-    joint: bool = False
-
-
-def latte_step(x: LatteStep) -> tuple[Tensor, Tensor, Tensor]:
-    """y (B, 1, H, D), and the state after the step."""
+def latte_step(x: Latte) -> tuple[Tensor, Tensor, Tensor]:
+    """y (B, 1, H, D), and the state after the step. Values may be (B, 1, G, D)."""
+    assert x.log_mass is not None
+    assert x.mean is not None
     (B, _, H, L), (G, D) = x.q.shape, x.v.shape[2:]
     q, k, v, log_mass, mean = (y.contiguous() for y in (x.q, x.k, x.v, x.log_mass, x.mean))
     outputs = (q.new_empty((B, 1, H, D)), torch.empty_like(log_mass), torch.empty_like(mean))
@@ -102,26 +61,27 @@ def latte_step(x: LatteStep) -> tuple[Tensor, Tensor, Tensor]:
     return outputs
 
 
-def latte_fake(x: LatteStep) -> tuple[Tensor, ...]:
+def latte_fake(x: Latte) -> tuple[Tensor, ...]:
     B, _, H, _ = x.q.shape
     return x.q.new_empty((B, 1, H, x.v.shape[-1])), *empty_gradients(x.log_mass, x.mean)
 
 
-def macchiato_step(x: MacchiatoStep) -> tuple[Tensor, ...]:
+def macchiato_step(x: Macchiato) -> tuple[Tensor, ...]:
     """y (B, 1, H, D), and the states after the step. Those of late latents are empty without."""
     (B, _, H, L), (G, K), D = x.latent_k.shape, x.k.shape[2:], x.v.shape[-1]
-    inputs = [y.contiguous() for y in x[:5]]
-    state = [y.contiguous() for y in (x.log_mass, x.mean, x.keys, x.values)]
+    assert x.tail_mask is not None
+    inputs = [y.contiguous() for y in (x.latent_q, x.latent_k, x.q, x.k, x.v)]
+    state: Any = contiguous(x.log_mass, x.mean, x.tail_k, x.tail_v)
     out = x.v.new_empty((B, 1, H, D))
     log_mass1, mean1, keys1, values1 = (torch.empty_like(y) for y in state)
-    slots = x.mask.contiguous().view(torch.uint8)
+    slots = x.tail_mask.contiguous().view(torch.uint8)
     slots_after = torch.empty_like(slots)
     more: dict[str, Any] = {}
     if x.sink_q is not None and x.sink_k is not None:
         given = contiguous(x.sink_q, x.sink_k, x.sink_v, x.sinks_seen)
         more |= dict(zip(SINKS, given, strict=True))
         more |= {"sink_mask_ptr": readable(x.sink_mask), "S": x.sink_k.shape[1]}
-    after = [x.v.new_empty(0), x.v.new_empty(0), x.mask.new_empty(0)]
+    after = [x.v.new_empty(0), x.v.new_empty(0), x.tail_mask.new_empty(0)]
     if x.pending_k is not None and x.pending_v is not None and x.pending_mask is not None:
         late = [y.contiguous() for y in (x.pending_k, x.pending_v, x.pending_mask)]
         after = [torch.empty_like(y) for y in late]
@@ -132,7 +92,7 @@ def macchiato_step(x: MacchiatoStep) -> tuple[Tensor, ...]:
         step[(B * H,)],
         *(*inputs, readable(x.key_mask), *state, slots),
         *(out, log_mass1, mean1, keys1, values1, slots_after),
-        *(x.scale, x.softcap, H, G, L, K, D, x.mask.shape[1]),
+        *(x.scale, x.softcap or None, H, G, L, K, D, slots.shape[1]),
         WINDOW=1,
         JOINT=x.joint,
         **step_tiles(L, K, D),
@@ -142,19 +102,17 @@ def macchiato_step(x: MacchiatoStep) -> tuple[Tensor, ...]:
     return out, log_mass1, mean1, keys1, values1, slots_after.view(torch.bool), *after
 
 
-def macchiato_fake(x: MacchiatoStep) -> tuple[Tensor, ...]:
+def macchiato_fake(x: Macchiato) -> tuple[Tensor, ...]:
     B, _, H, _ = x.latent_k.shape
-    state = empty_gradients(x.log_mass, x.mean, x.keys, x.values, x.mask)
-    after: tuple[Tensor, ...] = (x.v.new_empty(0), x.v.new_empty(0), x.mask.new_empty(0))
+    state = empty_gradients(x.log_mass, x.mean, x.tail_k, x.tail_v, x.tail_mask)
+    after: tuple[Tensor, ...] = (x.v.new_empty(0), x.v.new_empty(0), state[4].new_empty(0))
     if x.pending_k is not None:
         after = empty_gradients(x.pending_k, x.pending_v, x.pending_mask)
     return x.v.new_empty((B, 1, H, x.v.shape[-1])), *state, *after
 
 
-latte_step_op = custom_op("triton_latte_step", LatteStep, 3, latte_fake, latte_step)
-macchiato_step_op = custom_op(
-    "triton_macchiato_step", MacchiatoStep, 9, macchiato_fake, macchiato_step
-)
+latte_step_op = custom_op("triton_latte_step", Latte, 3, latte_fake, latte_step)
+macchiato_step_op = custom_op("triton_macchiato_step", Macchiato, 9, macchiato_fake, macchiato_step)
 
 
 def _forgetting(log_decay: Tensor | None) -> dict[str, Tensor]:

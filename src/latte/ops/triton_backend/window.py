@@ -106,7 +106,7 @@ class Window(NamedTuple):
     sinks: SeenSinks | None  # contiguous except q, with flags as bytes
 
     @classmethod
-    def of(cls, x: arguments.Window | arguments.Macchiato) -> Window:
+    def of(cls, x: arguments.Window) -> Window:
         """The window of a call. If there is an earlier state, both masks are filled in."""
         (_, k, v), tail, key_mask = x.qkv, x.tail, x.key_mask
         B, T = k.shape[:2]
