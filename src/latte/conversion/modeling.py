@@ -5,7 +5,6 @@ by ``from_pretrained(base, config=...)``. Shape suffixes: B batch, T tokens, P p
 sequences.
 """
 
-import re
 from typing import Any
 
 import torch
@@ -74,10 +73,14 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         softcap = None if self.softcap_field is None else getattr(config, self.softcap_field)
         for layer in self.layers:  # type: ignore[attr-defined]
             layer.self_attn = MacchiatoAttention(layer.self_attn, config, softcap)
-        # A conversion can be loaded as a hybrid, with fewer converted layers than it has.
-        kept = [i for i in range(config.num_hidden_layers) if not config.is_converted(i)]
-        names = [rf"layers\.{i}\.self_attn{re.escape(NEW_WEIGHTS)}" for i in kept]
-        self._keys_to_ignore_on_load_unexpected = names
+        # A conversion can be loaded as a hybrid, with fewer converted layers than it has, and
+        # without kept tokens.
+        unused = [
+            rf"layers\.{i}\.self_attn\.latents\.{'kept_scores' if config.is_converted(i) else ''}"
+            for i in range(config.num_hidden_layers)
+            if not config.kept_of(i)
+        ]
+        self._keys_to_ignore_on_load_unexpected = unused
         self.post_init()  # type: ignore[attr-defined]
 
     def forward(
