@@ -1,0 +1,52 @@
+"""Scores of tokens: which of them stay visible after they have left the window.
+
+Shape suffixes: B batch, T tokens, E hidden size, G key/value heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from latte.layers.parts import InitializedModule
+
+WIDTH = 64  # of the hidden layer
+
+
+class KeptScores(InitializedModule):
+    """``r = W2 gelu(W1 x / rms(x) + b1) + b2``: the score of a token, for each key/value head.
+
+    A score depends on the token alone, not on later queries. W2 and b2 start at 0: all scores are
+    then equal, and the latest tokens are kept. The choice of tokens has no gradient, so the scores
+    are fitted on their own (:mod:`latte.conversion.kept_scores`).
+
+    Args:
+        hidden_size: Width E of the input.
+        num_groups: Number G of key/value heads.
+        width: Number of hidden units.
+    """
+
+    def __init__(self, hidden_size: int, num_groups: int, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden_size, width)
+        self.down = nn.Linear(width, num_groups)
+        self.reset_parameters()
+
+    def initial_values(self) -> dict[str, Tensor]:
+        own = {"down.weight": self.down.weight, "down.bias": self.down.bias}
+        return {name: torch.zeros_like(x) for name, x in own.items()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores (B, T, G) of inputs (B, T, E), in the dtype of the weights."""
+        x = F.rms_norm(x.to(self.up.weight.dtype), x.shape[-1:], eps=1e-6)
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+    def step(self, x_BE: Tensor) -> Tensor:
+        """Scores (B, G) of one token per row."""
+        parts: Any = self._modules  # ten times as fast as a module's attributes
+        up, down = parts["up"]._parameters, parts["down"]._parameters
+        x = F.rms_norm(x_BE.to(up["weight"].dtype), x_BE.shape[-1:], eps=1e-6)
+        return F.linear(F.gelu(F.linear(x, *up.values())), *down.values())
