@@ -45,7 +45,17 @@ BLOCK = 64
 TEXTS, TOKENS = 20, 6000  # of a corpus: so many texts, the second half of the first tokens
 PLAIN = ("none", "full", "random", "keydiff", "oracle")  # need no weights
 QUESTIONS = (Path(__file__).parent / "questions.txt").read_text(encoding="utf-8").splitlines()
-SHARES = ("task", "length", "score", "kept", "layer", "far", "far_answer", "caught", "caught_answer")
+SHARES = (
+    "task",
+    "length",
+    "score",
+    "kept",
+    "layer",
+    "far",
+    "far_answer",
+    "caught",
+    "caught_answer",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

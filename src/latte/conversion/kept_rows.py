@@ -164,7 +164,7 @@ class _Rows:
 
     def asked(self, rng: np.random.Generator, text: np.ndarray, chat: bool) -> AskedRow:
         """Facts stand in the text, and all are asked about at the end."""
-        number = 3 + int(rng.integers(0, 2 + self.length // 400))
+        number = int(rng.integers(3, 4 + self.length // 200))
         parts, facts = facts_of(rng, number)
         before, after = self.framed(rng, facts, chat)
         said = []

@@ -4,11 +4,9 @@ The base runs over rows of tokens. For every source s that has left the window, 
 says how much a later query wanted the source: the largest ``a_ts |v_s|`` of a group's heads and of
 the queries t that no longer have s in their window. The layer's scores
 (:class:`latte.layers.kept_scores.KeptScores`) are maps of its input x, so a layer is fitted alone,
-without the base. Two losses bring the sources that are wanted most to the top of a list, which is
-of several rows: texts in use are longer than rows.
-
-* Listwise: the cross-entropy of softmax(scores) and the sources' shares of what is wanted.
-* What the N largest scores catch of these shares, for several N, with a soft threshold.
+without the base. Its loss is listwise: the cross-entropy of softmax(scores) and the sources' shares
+of what is wanted. A list is of several rows, since texts in use are longer than rows, and have more
+sources that nobody wants.
 
 Shape suffixes: B batch, T tokens, E hidden size, G key/value heads, R query heads of one, K head
 width, C queries of a block, S sources.
@@ -49,18 +47,14 @@ class KeptFitOptions:
         learning_rate: Peak learning rate of AdamW. It falls to a twentieth by a cosine.
         weight_decay: Weight decay.
         dropout: Share of the inputs' coordinates that are left out at a step.
-        shares: Shares of a list that are kept, for the second loss.
-        temperature: Width of the threshold, in units of the scores.
         asked: Weight of what the questions want, beside what all later queries want: 0 to 1.
     """
 
-    steps: int = 240
+    steps: int = 100
     rows: int = 6
     learning_rate: float = 4e-3
     weight_decay: float = 0.1
     dropout: float = 0.1
-    shares: tuple[float, ...] = (1 / 128, 1 / 64, 1 / 32, 1 / 16)
-    temperature: float = 0.5
     asked: float = 0.5
 
 
@@ -202,7 +196,7 @@ class KeptFit:
             seen = torch.rand(x.shape[1], generator=generator) >= options.dropout
             x = x * (seen / (1 - options.dropout)).to(x)
             r = scores.down(F.gelu(scores.up(x)))
-            loss = listwise(r, self.share(chosen, options.asked), options, step / options.steps)
+            loss = -(self.share(chosen, options.asked) * r.log_softmax(0)).sum(0).mean()
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -213,31 +207,6 @@ class KeptFit:
         found = torch.cat([self.wanted[i] for i in chosen], 1)
         every, questions = found / found.sum(1, keepdim=True).clamp_min(1e-20)
         return (1 - asked) * every + asked * questions
-
-
-def listwise(r: Tensor, share: Tensor, options: KeptFitOptions, done: float) -> Tensor:
-    """The loss of scores (S, G) and shares (S, G). ``done`` is the part of the fit that is over."""
-    loss = -(share * r.log_softmax(0)).sum(0).mean()
-    if not options.shares or done < 0.25:
-        return loss
-    own = r.detach()
-    for part in options.shares:
-        soft = torch.sigmoid((own - threshold(own, part, options.temperature)) / options.temperature)
-        slope = soft * (1 - soft) / options.temperature
-        mean = (slope * share).sum(0) / slope.sum(0).clamp_min(1e-20)
-        # The gradient of what is caught, with a threshold that keeps the number of sources.
-        loss = loss - 2 / len(options.shares) * (slope * (share - mean) * r).sum(0).mean()
-    return loss
-
-
-def threshold(r: Tensor, part: float, temperature: float) -> Tensor:
-    """The t (G,) for which ``mean sigmoid((r - t) / temperature) = part``, by bisection."""
-    low, high = r.amin(0) - 20 * temperature, r.amax(0) + 20 * temperature
-    for _ in range(30):
-        middle = (low + high) / 2
-        above = torch.sigmoid((r - middle) / temperature).mean(0) > part
-        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-    return (low + high) / 2
 
 
 def fit_kept_scores(
