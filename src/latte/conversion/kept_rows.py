@@ -154,25 +154,29 @@ class _Rows:
 
     def quoted(self, rng: np.random.Generator, text: np.ndarray) -> AskedRow:
         """A stretch of the text is read again at the end."""
-        stretch = int(rng.integers(24, 1 + min(128, max(24, self.length // 4))))
+        stretch = int(rng.integers(8, max(9, min(128, self.length // 4))))
         said = self.ids(str(rng.choice(["\n\nOnce more: ", "\n\nThe text says: ", "\n\n"])))
         room = self.length - len(self.start) - len(said) - stretch
-        self.check(room)
+        if room < stretch:
+            raise LatteError(f"kept_rows: expected rows of more tokens, got {self.length}")
         begin = int(rng.integers(0, max(1, room // 2)))
         again = text[begin : begin + stretch]
         return self.joined(self.start, text[:room], [*said, *again])
 
     def asked(self, rng: np.random.Generator, text: np.ndarray, chat: bool) -> AskedRow:
         """Facts stand in the text, and all are asked about at the end."""
-        number = int(rng.integers(3, 4 + self.length // 200))
-        parts, facts = facts_of(rng, number)
-        before, after = self.framed(rng, facts, chat)
-        said = []
-        for part in parts:
-            inline = "\n" not in part and rng.random() < 0.4
-            said.append(self.ids(f" {part}" if inline else f"\n\n{part}\n\n"))
-        room = self.length - len(before) - len(after) - sum(map(len, said))
-        self.check(room)
+        number, room = int(rng.integers(3, 4 + self.length // 200)), 0
+        while room < len(text) // 4:  # the rest is what is said and asked
+            if number == 0:
+                return self.quoted(rng, text)
+            parts, facts = facts_of(rng, number)
+            before, after = self.framed(rng, facts, chat)
+            said = []
+            for part in parts:
+                inline = "\n" not in part and rng.random() < 0.4
+                said.append(self.ids(f" {part}" if inline else f"\n\n{part}\n\n"))
+            room = self.length - len(before) - len(after) - sum(map(len, said))
+            number //= 2
         cuts = np.sort(rng.integers(0, room, len(said)))
         body: list[int] = [*text[: cuts[0]]]
         for ids, begin, end in zip(said, cuts, [*cuts[1:], room], strict=True):
@@ -182,13 +186,6 @@ class _Rows:
     def joined(self, before: Sequence[int], body: Any, after: Sequence[int]) -> AskedRow:
         ids = torch.tensor([*before, *map(int, body), *map(int, after)], dtype=torch.long)
         return AskedRow(ids, len(ids) - len(after))
-
-    def check(self, room: int) -> None:
-        if room < 16:
-            raise LatteError(
-                f"kept_rows: {self.length} tokens leave no room for text beside what is said and"
-                " asked; expected longer rows"
-            )
 
     def framed(
         self, rng: np.random.Generator, facts: Sequence[Fact], chat: bool
