@@ -14,7 +14,7 @@ sampled tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,16 +74,18 @@ def record(
         if not file.is_file():
             recorder = Recorder()
             watch(model, recorder, input_ids=ids_T[None])
-            half = {
-                str(index): x[0].to("cpu", torch.bfloat16).contiguous()
-                for index, x in recorder.inputs.items()
-            }
-            part = file.with_suffix(".part")
-            save_file(half, part)
-            part.rename(file)
+            write_row(file, {str(index): x[0] for index, x in recorder.inputs.items()})
         files.append(file)
         on_row(number + 1)
     return files
+
+
+def write_row(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a row's tensors as bf16, completely or not at all."""
+    part = file.with_suffix(".part")
+    half = {name: x.to("cpu", torch.bfloat16).contiguous() for name, x in tensors.items()}
+    save_file(half, part)
+    part.rename(file)
 
 
 class FitRow(NamedTuple):

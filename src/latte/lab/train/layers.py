@@ -1,6 +1,8 @@
 """The first stage of a conversion: every layer learns its base's attention by itself.
 
     OUT/layers/
+      kept/asked-00000.safetensors ...    what the base looks at again, recorded once
+      kept/kept-00.safetensors ...        the scores of kept tokens, of the layers that are done
       rows/row-00000.safetensors ...      the inputs of the base's layers, recorded once
       fitted/layer-00.safetensors ...     the latents of the layers that are done
       layers.csv                          their errors on held-out rows
@@ -30,6 +32,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from latte.conversion.kept_rows import kept_rows
+from latte.conversion.kept_scores import fit_kept_scores, set_kept_scores
 from latte.conversion.pretrained import save
 from latte.conversion.recording import FitErrors, FitOptions, LayerFit, record
 from latte.errors import LatteError
@@ -61,6 +65,7 @@ class LayersSection:
     learning_rate: float = 2e-2  # the peak
     eval_steps: int = 30  # steps between scores on the held-out rows
     patience: int = 2  # scores without a gain of 0.5% after which a layer is done
+    kept_rows: int = 32  # recorded rows in which facts are asked about: for scores of kept tokens
     processes: int = 2  # layers fitted at the same time, each on one thread; 1 on a GPU
     seed: int = 0  # of the rows' choice and of new weights
 
@@ -112,6 +117,9 @@ def distill_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fals
 
     if note := repetition(len(text.train), section.rows * length):
         tell(note)
+    if any(layer.self_attn.kept_tokens for layer in converted_layers(model)):
+        tell(f"scores of kept tokens, from {section.kept_rows} rows of {length:,} tokens")
+        _score(model, text.tokenizer, torch.cat(rows), section, length, folder, quiet)
     tell(f"recording {every} rows of {length:,} tokens")
     with progress(every, "row", shown=not quiet, label="layers") as state:
         files = record(model, [*rows, *judges], folder / "rows", lambda _: state.update(1))
@@ -130,8 +138,34 @@ def distill_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fals
         layer.latents.load_state_dict(load_file(_fitted(folder, index)))
     _write_scores(folder)
     _export(model, text, recipe, folder)
-    shutil.rmtree(folder / "rows")  # gigabytes that nothing reads again
+    for name in ("rows", "kept"):  # gigabytes that nothing reads again
+        shutil.rmtree(folder / name, ignore_errors=name == "kept")
     return folder
+
+
+def _score(
+    model: Any,
+    tokenizer: Any,
+    ids: Tensor,
+    section: LayersSection,
+    length: int,
+    folder: Path,
+    quiet: bool,
+) -> None:
+    """Fit the scores of kept tokens. The latents are fitted after them, to what they leave."""
+    rows = kept_rows(tokenizer, ids, section.kept_rows, length, seed=section.seed)
+    parts = len(rows) + len(converted_layers(model))
+    with progress(parts, "part", shown=not quiet, label="layers") as state:
+        found = fit_kept_scores(
+            model,
+            rows,
+            folder / "kept",
+            block=model.config.kept_block,
+            seed=section.seed,
+            on_row=lambda _: state.update(1),
+            on_layer=lambda _: state.update(1),
+        )
+    set_kept_scores(model, found)
 
 
 def converted_layers(model: Any) -> list[Any]:

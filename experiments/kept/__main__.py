@@ -1,0 +1,3 @@
+from experiments.kept.run import main
+
+raise SystemExit(main())
