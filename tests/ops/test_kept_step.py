@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from latte.ops.kept import KeptState
 from latte.ops.kept_step import KeptBuffers, kept_step
 from latte.ops.step import StepSinks
 from latte.ops.tensors import computation_dtype
-from tests.ops.helpers import F64, assert_same, macchiato_inputs, randn
+from tests.ops.helpers import F64, assert_same, macchiato_inputs, randn, relative_error
 
 B, T, H, G, L, K, D, SINKS = 3, 40, 4, 2, 3, 6, 5, 3
 
@@ -150,6 +151,14 @@ class Case:
             )
         return torch.stack(outs, 1), states
 
+    def wide(self):
+        """The same numbers in fp64."""
+        made = copy.copy(self)
+        made.dtype, made.inputs = F64, [x.to(F64) for x in self.inputs]
+        made.scores = self.scores.to(F64)
+        made.decay = None if self.decay is None else self.decay.to(F64)
+        return made
+
     def check(self, start, tolerance=1e-12, **options):
         outs, states = self.run(start, **options)
         expected, _ = self.op(T)
@@ -201,3 +210,70 @@ EVERY = pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("start", [0, 13])
 def test_steps_are_the_op_of_the_whole_sequence(name, start):
     Case(**CASES[name]).check(start, known=start == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("latents", [True, False])
+def test_low_precision(dtype, latents):
+    case = Case(sinks=SINKS, forgets="gated" if latents else None, latents=latents, dtype=dtype)
+    outs, states = case.run(0)
+    (exact, _), (rounded, whole) = case.wide().op(T), case.op(T)
+    outs, exact, rounded = (x[case.mask] for x in (outs, exact, rounded))
+    worst = max(2 * relative_error(rounded, exact), 4 * torch.finfo(dtype).eps)
+    assert outs.dtype == dtype and relative_error(outs, exact) <= worst
+    held, whole = states[-1][0], whole.kept if latents else whole
+    for a, e in zip(held[:5], whole[:5], strict=True):
+        assert a.dtype == e.dtype and torch.equal(a, e)
+
+
+def test_padding_changes_nothing_whatever_stands_there():
+    case = Case(forgets="gated", sinks=SINKS)
+    held, latent, sinks, seen = case.begin(13)
+    seen += 4 - seen % 4  # updates are due
+    before = [x.clone() for x in (*held, *latent, *sinks)]
+    nothing = [torch.full_like(x[:, 0], torch.nan) for x in (*case.inputs, case.scores, case.decay)]
+    latent_q, latent_k, *local, decay = nothing
+    kept_step(
+        *(*local, held, seen, torch.zeros(B, dtype=torch.bool)),
+        **case.numbers,
+        **case.local,
+        sinks=StepSinks(*sinks, seen),
+        latents=(latent_q, latent_k, decay, *latent),
+    )
+    for x, same in zip((*held, *latent, *sinks), before, strict=True):
+        assert torch.equal(x, same)
+
+
+def test_a_window_forgets_what_is_not_finite():
+    """A value that has left, and is not kept, is not there."""
+    case, found = Case(latents=False, masked=False), []
+    case.scores[:, 15] = -torch.inf
+    for value in (torch.inf, 0.0):
+        case.inputs[4][:, 15] = value
+        found.append(case.run(12)[0][:, 10:])
+    assert_same(found[:1], found[1:], 1e-12)
+
+
+def test_sinks_without_a_table_of_their_own_have_the_windows():
+    case, outs = Case(sinks=SINKS), []
+    for own in (None, case.table()):
+        held, latent, sinks, seen = case.begin(30)
+        latent_q, latent_k, *local = (x[:, 30] for x in case.inputs)
+        late = latent_q, latent_k, None, *latent
+        options = {"sinks": StepSinks(*sinks, seen, own), "rotary": case.table(), "latents": late}
+        outs.append(
+            kept_step(
+                *local, case.scores[:, 30], held, seen, **case.numbers, **case.local, **options
+            )
+        )
+    assert torch.equal(*outs)
+
+
+def test_it_is_one_graph_wherever_updates_are():
+    case = Case(forgets="gated", sinks=SINKS, block=2)
+    plain, _ = case.run(35)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        step = torch.compile(kept_step, fullgraph=True, backend="aot_eager")
+        found, _ = case.run(35, step=step)
+    assert_same([found], [plain], 1e-14)

@@ -267,6 +267,17 @@ def test_sinks_and_delayed_latents(dtype, masked, scale, window, softcap, n, del
                 assert torch.equal(row[b, :, : len(first)], source[b, first].transpose(0, 1))
 
 
+def test_sinks_without_a_table_of_their_own_have_the_windows():
+    inputs, outs = [x[:, 0] for x in macchiato_inputs(B, 1, H, 2, L, K, D)], []
+    table, _ = turn_by(torch.tensor(0.7, dtype=F64), F64)
+    far = [randn(B, 2, 3, width, seed=width) for width in (K, D)]
+    for own in (None, table):
+        sinks = StepSinks(*far, torch.tensor([9, 9]), own)
+        given = *inputs, *empty(F64), ring_of(4, 2, F64), torch.tensor([0])
+        outs.append(macchiato_step(*given, scale=1.0, rotary=table, sinks=sinks))
+    assert torch.equal(*outs)
+
+
 def test_all_tokens_so_far_are_the_first_slots():
     inputs = macchiato_inputs(B, T, H, 2, L, K, D)[2:]
     ring = ring_of(2 * T, 2, F64)._replace(mask=None)

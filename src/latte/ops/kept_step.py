@@ -252,7 +252,8 @@ def _update(
     if latents is not None:
         read = candidate & ~torch.zeros_like(candidate).scatter(2, order, stays)
         _read(held, index_BGX, read, latents)
-    chosen = index_BGX.gather(2, order)
+    # At padding, and between updates, what is kept stays where it is.
+    chosen, stays = torch.where(due, index_BGX.gather(2, order), old_N), stays | ~due
     for x in held:
         if x is not None:
             x[:, :, :count] = _at(x, chosen)

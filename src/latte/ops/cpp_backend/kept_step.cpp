@@ -357,7 +357,7 @@ static void products_of(const Head<T>* each, const S* rows, int64_t size, int64_
     }
 }
 
-// add_rows() of several heads with the same rows, to nothing. Rows that are not wanted are not read.
+// add_rows() of several heads with the same rows, from 0 on. Unwanted rows are not read.
 template <int heads, class S, class T>
 static void add_rows_of(const Head<T>* each, const S* rows, int64_t size, int64_t count,
                         const bool* wanted) {

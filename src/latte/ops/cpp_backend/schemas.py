@@ -44,8 +44,8 @@ def _ops() -> dict[str, Callable[..., Any]]:
         f"""window_step(Tensor q, Tensor k, Tensor v, {RING}, int length, {SINKS}) -> Tensor""": (
             lambda q, k, v, *_: _heads(q, v)
         ),
-        f"""kept_step(Tensor? latent_q, Tensor? latent_k, Tensor q, Tensor k, Tensor v, Tensor score,
-            {KEPT}, Tensor seen, Tensor? cos, Tensor? sin, Tensor? real, float scale,
+        f"""kept_step(Tensor? latent_q, Tensor? latent_k, Tensor q, Tensor k, Tensor v,
+            Tensor score, {KEPT}, Tensor seen, Tensor? cos, Tensor? sin, Tensor? real, float scale,
             float softcap, int count, int window, int block, Tensor(i!)? sink_keys,
             Tensor(j!)? sink_values, Tensor? sink_cos, Tensor? sink_sin) -> Tensor""": (
             lambda latent_q, latent_k, q, k, v, *_: _heads(q, v)
