@@ -45,6 +45,7 @@ F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float1
 SIZES = {"H": 4, "G": 2, "L": 3, "K": 6, "D": 5, "W": 8, "n": 3, "E": 5, "C": 3}
 EVERY = ("reference", "torch", "cpu", "triton")
 NOT_NATIVE = ("reference", "torch", "triton")
+NOT_TRITON = ("reference", "torch", "cpu")
 PYTORCH = ("reference", "torch")
 
 Sizes = dict[str, int]
@@ -386,7 +387,7 @@ OPS: dict[str, Op] = {
         with_kept(macchiato_attention),
         MACCHIATO | DECAY | SINKS,
         kept_state,
-        PYTORCH,
+        NOT_TRITON,
         packed_states=False,
         gaps=True,
         latent_keys="latent_k",
@@ -396,7 +397,7 @@ OPS: dict[str, Op] = {
         with_kept(sliding_window_attention),
         WINDOW,
         held_window,
-        PYTORCH,
+        NOT_TRITON,
         packed_states=False,
         gaps=True,
         options=dict(KEPT_OPTIONS),

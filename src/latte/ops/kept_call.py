@@ -11,6 +11,7 @@ from latte.ops import reference_kept
 from latte.ops.arguments import NO_SINKS
 from latte.ops.backend import choose
 from latte.ops.checks import check_latte_state, check_shape, check_tangents
+from latte.ops.cpp_backend import kept as native_kept
 from latte.ops.isolation import View, isolated
 from latte.ops.kept import Kept, KeptLatents, KeptState, comparable
 from latte.ops.state import LatteState, MacchiatoState, SeenSinks, Sinks, total_log_decay
@@ -18,7 +19,7 @@ from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequenc
 from latte.ops.torch_backend import kept as torch_kept
 
 # The backends that have kept tokens.
-KEPT: dict[str, Any] = {"reference": reference_kept, "torch": torch_kept}
+KEPT: dict[str, Any] = {"reference": reference_kept, "torch": torch_kept, "cpu": native_kept}
 
 
 def check_kept(
@@ -196,7 +197,8 @@ def attend(
             none = torch.zeros_like(state.latent_keys, dtype=latents.log_decay.dtype)
             state = state._replace(log_decay=none)
     every = (*qkv, *(sinks or ())[:3], *(latents or ()), *(state or ()))
-    chosen = choose(f"{op} with kept tokens", backend, KEPT, q.device, lambda: None)
+    named = f"{op} with kept tokens"
+    chosen = choose(named, backend, KEPT, q.device, lambda: None, inputs=every)
     if chosen != "reference":
         check_tangents(op, *every)
     if B * T == 0:

@@ -1,6 +1,7 @@
 // The kernels of attention for one instruction set, in fp32 and in fp64: T is the type of the sums.
 
 #include "rows.h"
+#include "memory.h"
 #include "attention_factors.h"
 #include "attention_tiles.h"
 

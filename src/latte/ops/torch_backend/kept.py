@@ -118,6 +118,13 @@ class Layout(NamedTuple):
         return (self.end - 1 - self.front).div(self.C, rounding_mode="floor")
 
     @property
+    def ends(self) -> Tensor | None:
+        """(N,) the last block of each packed sequence, -1 for an empty one."""
+        if self.block_ids is None:
+            return None
+        return torch.where(self.counts > 0, self.final, -1)
+
+    @property
     def age(self) -> Tensor | None:
         """(Z,) number of earlier blocks of the same packed sequence."""
         if self.block_ids is None:
@@ -185,7 +192,7 @@ class Plan(NamedTuple):
     sinks_seen: Tensor | None  # (B, Z, n) bool
     positions: Tensor  # (B, S, G), -1 for none
     scores: Tensor  # (B, S, G)
-    after: Tensor  # (N, M, G) slots of what is held after the call
+    after: Tensor  # (N, G, J) slots of what is kept after the call
     after_there: Tensor  # bool
 
     @classmethod
@@ -267,7 +274,7 @@ class Plan(NamedTuple):
         if layout.age is not None:
             begun = begun - F.pad(begun, (1, 0))[..., block - layout.age]
 
-        # What is held after the call: the last choice, and the last tokens that have not left.
+        # What is kept after the call: the last choice.
         there_after = best > nothing
         if ids is None:
             last = (layout.final + 1).view(-1, 1, 1, 1).expand(B, G, 1, N)
@@ -276,16 +283,6 @@ class Plan(NamedTuple):
             last = (layout.final + 1).clamp_min(0)
             after, after_there = (x[0, :, last].transpose(0, 1) for x in (index, there_after))
             after_there = after_there & (layout.counts > 0)[:, None, None]
-        P = window + C - 1
-        recent = layout.end[:, None] - P + torch.arange(P, device=device)
-        low = (layout.front + C * layout.final - window + 1).clamp_min(N)
-        low = low if ids is None else torch.maximum(low, layout.start)
-        at = recent.clamp(0, S - 1)
-        recent_there = (recent >= low[:, None]) & (
-            real.gather(1, at) if ids is None else real[0, at]
-        )
-        after = torch.cat([after.mT, at[..., None].expand(-1, -1, G)], 1)
-        after_there = torch.cat([after_there.mT, recent_there[..., None].expand(-1, -1, G)], 1)
 
         rows = torch.arange(B, device=device).view(-1, 1, 1, 1) * S
         group = torch.arange(G, device=device).view(-1, 1, 1)
@@ -296,6 +293,31 @@ class Plan(NamedTuple):
         )
         found = (chosen, kept_there, late, late_there, begun > 0, sinks_seen)
         return cls(layout, window, real, *found, positions, scores, after, after_there)
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """(N, M, G) slots of what is held after the call, and whether it is there (bool).
+
+        After the kept tokens these are the last ones that have not left the window.
+        """
+        layout, (G, J), ids = self.layout, self.after.shape[1:], self.layout.ids
+        P = self.window + layout.C - 1
+        recent = layout.end[:, None] - P + torch.arange(P, device=self.after.device)
+        low = (layout.front + layout.C * layout.final - self.window + 1).clamp_min(J)
+        low = low if ids is None else torch.maximum(low, layout.start)
+        at = recent.clamp(0, layout.S - 1)
+        there = (recent >= low[:, None]) & (
+            self.real.gather(1, at) if ids is None else self.real[0, at]
+        )
+        every = (self.after, at), (self.after_there, there)
+        slots, found = (torch.cat([x.mT, y[..., None].expand(-1, -1, G)], 1) for x, y in every)
+        return slots, found
+
+    def heard(self, latents: KeptLatents | None) -> Tensor:
+        """(B, G, Z) bool: whether the latents have read any source, of the call or before it."""
+        if latents is None or latents.log_mass is None:
+            return self.begun
+        earlier = ~latents.log_mass.unflatten(1, (self.begun.shape[1], -1)).isneginf()
+        return self.begun | earlier.flatten(2).any(2, keepdim=True)
 
 
 def _largest(keys: Tensor, index: Tensor, count: int, nothing: float) -> tuple[Tensor, Tensor]:
@@ -772,6 +794,20 @@ class Decays(NamedTuple):
             total, late if old is None else late + plan.layout.laid(torch.zeros_like(g), old)
         )
 
+    def at_blocks(self, plan: Plan) -> Tensor:
+        """(B, Z, H, L): the total at each block's first query, without gradient."""
+        return self.total[:, plan.layout.front :: plan.layout.C].detach()
+
+    def after(self, plan: Plan, A_NHL: Tensor) -> Tensor:
+        """Log-masses at the end of each sequence, from those at the update of its last block."""
+        layout, lost = plan.layout, self.at_blocks(plan)
+        last = layout.final.clamp(0, layout.blocks - 1)
+        packed = layout.block_ids is not None
+        row = torch.zeros_like(last) if packed else torch.arange(len(last)).to(last)
+        since = self.total[row, layout.end - 1]
+        last = last if packed else torch.full_like(last, layout.blocks - 1)
+        return A_NHL + (since - lost[row, last]).to(A_NHL.dtype)
+
 
 def attention(
     plan: Plan,
@@ -787,9 +823,6 @@ def attention(
     layout, none = plan.layout, (None, None)
     keys, values = none if state is None else (state.keys, state.values)
     inputs = layout.queries(q_BTHK), layout.laid(k_BTGK, keys), layout.laid(v_BTGD, values)
-    ends = None
-    if layout.block_ids is not None:
-        ends = torch.where(layout.counts > 0, layout.final, -1)
     late: tuple[Tensor | None, ...] = (None, None, None, None)
     decays = lost = None
     if latents is not None:
@@ -797,7 +830,7 @@ def attention(
         latent_k = layout.laid(latents.k, old)
         if (decays := Decays.of(plan, latents, state)) is not None:
             latent_k = latent_k + decays.late
-            lost = decays.total[:, layout.front :: layout.C].detach()
+            lost = decays.at_blocks(plan)
         late = (layout.queries(latents.q), latent_k, latents.log_mass, latents.mean)
     far: tuple[Tensor | None, ...] = (None, None, None)
     if sinks is not None:
@@ -805,27 +838,18 @@ def attention(
         blocks = layout.block_ids
         kept = (x[:, None] if blocks is None else x[blocks][None] for x in kept)
         far = (layout.queries(sinks.q), *kept)
-    begun = plan.begun
-    if latents is not None and latents.log_mass is not None:
-        earlier = ~latents.log_mass.unflatten(1, (begun.shape[1], -1)).isneginf()
-        begun = begun | earlier.flatten(2).any(2, keepdim=True)
-    found = (plan.real, plan.kept, plan.kept_there, plan.late, plan.late_there, begun)
+    found = (plan.real, plan.kept, plan.kept_there, plan.late, plan.late_there)
     assert local.window is not None
     numbers: Any = (local.window, layout.C, local.scale, local.softcap)
+    ends = (layout.age, layout.ends, lost)
     given: Any = (*inputs, *late, *far)
     out, A, mean, *_ = kept_op(
-        *KeptCall(*given, plan.sinks_seen, *found, layout.age, ends, lost, *numbers)  # type: ignore[call-arg]
+        *KeptCall(*given, plan.sinks_seen, *found, plan.heard(latents), *ends, *numbers)  # type: ignore[call-arg]
     )
     out = layout.back(out)
     if latents is None:
         return out, None, None
-    if decays is not None and lost is not None:
-        last = layout.final.clamp(0, layout.blocks - 1)
-        row = torch.zeros_like(last) if ends is not None else torch.arange(len(last)).to(last)
-        since = decays.total[row, layout.end - 1]
-        last = last if ends is not None else torch.full_like(last, layout.blocks - 1)
-        A = A + (since - lost[row, last]).to(A.dtype)
-    return out, A, mean
+    return out, A if decays is None else decays.after(plan, A), mean
 
 
 def state_after(
@@ -836,18 +860,18 @@ def state_after(
     latents: KeptLatents | None,
 ) -> KeptState:
     """The tokens that are held after the call."""
-    layout, G = plan.layout, k_BTGK.shape[2]
+    layout, G, (after, there) = plan.layout, k_BTGK.shape[2], plan.held()
     old: Any = KeptState(*[None] * 7) if state is None else state  # type: ignore[arg-type]
 
     def groups(x_BSHL: Tensor) -> Tensor:
         return x_BSHL.unflatten(2, (G, -1))
 
     def held(x_BSGX: Tensor) -> Tensor:
-        return taken(x_BSGX, plan.after, plan.after_there)
+        return taken(x_BSGX, after, there)
 
     exact = held(layout.laid(k_BTGK, old.keys)), held(layout.laid(v_BTGD, old.values))
-    scores = taken(plan.scores, plan.after, plan.after_there, -torch.inf)
-    positions = taken(plan.positions, plan.after, plan.after_there, -1)
+    scores = taken(plan.scores, after, there, -torch.inf)
+    positions = taken(plan.positions, after, there, -1)
     latent_k = lost = None
     if latents is not None:
         latent_k = held(groups(layout.laid(latents.k, old.latent_keys))).flatten(2, 3)
@@ -855,10 +879,10 @@ def state_after(
         assert latents.log_decay is not None
         # Up to the last token: what a source had when it left, or nothing if it has not.
         last = (layout.end - 1)[:, None, None]
-        total, left = groups(decays.total), torch.minimum(plan.after + plan.window, last)
-        everywhere = torch.ones_like(plan.after_there)
+        total, left = groups(decays.total), torch.minimum(after + plan.window, last)
+        everywhere = torch.ones_like(there)
         lost = taken(total, last.expand_as(left), everywhere) - taken(total, left, everywhere)
-        lost = lost.masked_fill(~plan.after_there[..., None, None], 0.0).flatten(2, 3)
+        lost = lost.masked_fill(~there[..., None, None], 0.0).flatten(2, 3)
         lost = lost.to(latents.log_decay.dtype)
         if old.log_decay is not None:
             before = layout.laid(torch.zeros_like(latents.log_decay), old.log_decay)
