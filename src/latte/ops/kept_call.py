@@ -16,9 +16,15 @@ from latte.ops.kept import Kept, KeptLatents, KeptState, comparable
 from latte.ops.state import LatteState, MacchiatoState, SeenSinks, Sinks, total_log_decay
 from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, nothing_out
 from latte.ops.torch_backend import kept as torch_kept
+from latte.ops.triton_backend import kept as triton_kept
+from latte.ops.triton_backend.launch import window_unavailable
 
 # The backends that have kept tokens.
-KEPT: dict[str, Any] = {"reference": reference_kept, "torch": torch_kept}
+KEPT: dict[str, Any] = {
+    "reference": reference_kept,
+    "torch": torch_kept,
+    "triton": triton_kept,
+}
 
 
 def check_kept(
@@ -196,7 +202,12 @@ def attend(
             none = torch.zeros_like(state.latent_keys, dtype=latents.log_decay.dtype)
             state = state._replace(log_decay=none)
     every = (*qkv, *(sinks or ())[:3], *(latents or ()), *(state or ()))
-    chosen = choose(f"{op} with kept tokens", backend, KEPT, q.device, lambda: None)
+
+    def refusal() -> str | None:
+        L = 1 if latents is None else latents.k.shape[-1]
+        return window_unavailable(q, window, q.shape[-1], v.shape[-1], L)
+
+    chosen = choose(f"{op} with kept tokens", backend, KEPT, q.device, refusal)
     if chosen != "reference":
         check_tangents(op, *every)
     if B * T == 0:

@@ -782,8 +782,12 @@ def attention(
     state: KeptState | None,
     sinks: Sinks | None,
     latents: KeptLatents | None,
+    op: Any = kept_op,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The output, and with latents their log-mass and mean after the call."""
+    """The output, and with latents their log-mass and mean after the call.
+
+    ``op`` takes a :class:`KeptCall` and returns as :data:`kept_op`, which other backends replace.
+    """
     layout, none = plan.layout, (None, None)
     keys, values = none if state is None else (state.keys, state.values)
     inputs = layout.queries(q_BTHK), layout.laid(k_BTGK, keys), layout.laid(v_BTGD, values)
@@ -813,7 +817,7 @@ def attention(
     assert local.window is not None
     numbers: Any = (local.window, layout.C, local.scale, local.softcap)
     given: Any = (*inputs, *late, *far)
-    out, A, mean, *_ = kept_op(
+    out, A, mean, *_ = op(
         *KeptCall(*given, plan.sinks_seen, *found, layout.age, ends, lost, *numbers)  # type: ignore[call-arg]
     )
     out = layout.back(out)

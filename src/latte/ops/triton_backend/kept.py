@@ -1,0 +1,38 @@
+"""Kept tokens on a GPU, in Triton: what the interface calls, with inputs that it has checked.
+
+The choice and the layout of tokens are those of the PyTorch backend (torch_backend/kept.py), which
+waits for no GPU. Its op is replaced by one of kernels. This file loads without Triton.
+
+Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K key width, D value width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from latte.ops.kept import KeptLatents, KeptState
+from latte.ops.state import Sinks
+from latte.ops.tensors import Local
+from latte.ops.torch_backend import kept as torch_kept
+from latte.ops.torch_backend.kept import Plan, state_after
+from latte.ops.triton_backend import rising
+
+__all__ = ["Plan", "attention", "state_after"]
+
+
+def attention(
+    plan: Plan,
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+    local: Local,
+    state: KeptState | None,
+    sinks: Sinks | None,
+    latents: KeptLatents | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The output, and with latents their log-mass and mean after the call."""
+    from latte.ops.triton_backend.kept_attention import kept_op
+
+    q_BTHK, sinks, local = rising(q_BTHK, sinks, local)
+    call = (plan, q_BTHK, k_BTGK, v_BTGD, local, state, sinks, latents)
+    return torch_kept.attention(*call, kept_op)
