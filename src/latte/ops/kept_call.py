@@ -250,6 +250,9 @@ def attend(
         before = None if state is None else state.seen
         seen = SeenSinks.of(sinks._replace(position=before), window, sequences)
         view = view._replace(sink_mask=sinks.mask, sinks_seen=seen.seen)
-    out, *found = isolated(run, view, given)
+    # Kernels keep sequences apart, but decays are summed over all packed ones.
+    summed = sequences.cu_seqlens is not None and latents is not None
+    apart = chosen == "triton" and not (summed and latents.log_decay is not None)
+    out, *found = run(*given.values()) if apart else isolated(run, view, given)
     last = KEPT[chosen].state_after(plan, k, v, state, latents) if output_final_state else None
     return out, LatteState(*found) if found else None, last

@@ -22,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from latte.ops import (
+    Kept,
     LatteState,
     Partition,
     Sinks,
@@ -121,6 +122,8 @@ class Case(NamedTuple):
     sinks: int = 0
     delay: bool = False
     joint: bool = False
+    kept: int = 0  # tokens
+    block: int = 64  # from one update of them to the next
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -168,6 +171,11 @@ class Case(NamedTuple):
         mask = torch.ones(N, n, dtype=torch.bool)
         return Sinks(self.randn(B, T, H, K), keys, values, mask, None)
 
+    def chosen(self) -> Kept | None:
+        """Kept tokens."""
+        B, T, _, G = self.sizes
+        return Kept(torch.randn(B, T, G), self.kept, self.block) if self.kept else None
+
     def local(self, window: int, N: int = 2) -> WindowState:
         _, _, _, G = self.sizes
         keys = self.randn(N, window - 1, G, self.K or self.D)
@@ -194,7 +202,7 @@ def macchiato(case: Case) -> tuple[Any, list[Tensor]]:
     if case.causal and case.kind != "plain":
         latents, local = case.latents(), case.local(window)
         # Packed sequences whose window's mass is wanted carry on one by one.
-        if not (case.joint and case.kind == "packed"):
+        if not (case.joint and case.kind == "packed" or case.kept):
             both = (latents, local)
             if case.delay:
                 keys, values = case.randn(2, window, H, case.L), case.randn(2, window, G, case.D)
@@ -206,7 +214,7 @@ def macchiato(case: Case) -> tuple[Any, list[Tensor]]:
     sinks = case.far(K)
     state = (*state, *(sinks[:3] if sinks else ()))
     options |= {"window": window, "softcap": case.softcap, "causal": case.causal}
-    options["partition"] = Partition(sinks, case.delay, case.joint)
+    options["partition"] = Partition(sinks, case.delay, case.joint, case.chosen())
     state = (*state, *case.decays(options))
     return macchiato_attention(*inputs, **options), [*inputs, *state]
 
@@ -216,12 +224,13 @@ def window(case: Case) -> tuple[Any, list[Tensor]]:
     K, window = case.K or case.D, 1 if case.one else case.window
     inputs = [case.randn(B, T, H, K), case.randn(B, T, G, K), case.randn(B, T, G, case.D)]
     options, state = case.options(), ()
-    if case.kind != "plain":
+    if case.kind != "plain" and not case.kept:
         options |= {"initial_state": (local := case.local(window)), "output_final_state": True}
         state = local[:2]
     sinks = case.far(K)
     state = (*state, *(sinks[:3] if sinks else ()))
-    options |= {"window": window, "softcap": case.softcap, "partition": Partition(sinks)}
+    options |= {"window": window, "softcap": case.softcap}
+    options["partition"] = Partition(sinks, kept=case.chosen())
     return sliding_window_attention(*inputs, **options), [*inputs, *state]
 
 

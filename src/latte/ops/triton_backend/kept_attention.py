@@ -224,8 +224,9 @@ class KeptLauncher:
         widths = (self.K, self.D)
         found = [dy.new_empty((*x.k.shape[:3], X), dtype=torch.float32) for X in widths]
         parts = [dy.new_empty((B, G, Z, J, X), dtype=torch.float32) for X in widths]
-        for results, rows, kept in ((found, x.k.shape[1], False), (parts, J, True)):
-            programs = B * (Z if kept else 1) * -(-rows // self.config.C)
+        before = -(-self.front // x.block)
+        for results, blocks, keys in ((found, before + Z, x.block), (parts, Z, J)):
+            programs, kept = B * blocks * -(-keys // self.config.C), results is parts
             given = (dy, *tokens, *results, *dy.stride()[:3])
             self.by_tile(
                 kept_source_gradients, (programs, G), max(widths), *given, back=True, KEPT=kept
@@ -483,20 +484,20 @@ def kept_query_gradients(
         if lq_ptr is not None:
             lqs_ptr = lq_ptr + b * lq_b + start * lq_t + h * lq_h
             p, gate = mixture(lqs_ptr, lq_t, queries, begun, top, mass, unit, L, Q, BL)
-            pulled = tl.zeros((Q, BL), tl.float32)
+            late = tl.zeros((Q, BL), tl.float32)
             if alive > 0:
                 for d0 in range(0, D, BX):
                     dy = load_chunk(dys_ptr, dy_t, 0, queries, d0, D, Q, BX)
                     mean = load_state(mean_ptr, at, L, D, d0, BL, BX)
-                    pulled += mm(dy, tl.trans(mean), WIDE)
-            pulled *= p
-            c = gate * delta + tl.sum(pulled, 1)
+                    late += mm(dy, tl.trans(mean), WIDE)
+            late *= p
+            c = gate * delta + tl.sum(late, 1)
             share *= gate
             dy = load_chunk(dys_ptr, dy_t, 0, queries, x0, D, Q, BX)
             asked += mm(tl.trans(p), dy, WIDE)
             if leads:
                 out = dlq_ptr + (first_token + tile * Q) * H * (L + 1) + h * (L + 1)
-                dlq = pulled - p * c[:, None]
+                dlq = late - p * c[:, None]
                 store_chunk(out + 1, H * (L + 1), 0, queries, 0, L, dlq, Q, BL)
                 own_gradient = (gate * (delta - c)).to(dlq_ptr.dtype.element_ty)
                 tl.store(out + token * H * (L + 1), own_gradient, mask=real)
@@ -564,7 +565,7 @@ def kept_source_gradients(
     program per chunk of them, key head and tile of K and of D.
     """
     m, g, x0 = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * BX
-    i, H = tl.arange(0, C), G * R
+    i, H, tiles = tl.arange(0, C), G * R, tl.cdiv(block, Q)
     if KEPT:
         chunks = tl.cdiv(J, C)
         bz, number = m // chunks, m % chunks * C + i
@@ -573,42 +574,53 @@ def kept_source_gradients(
         wanted = number < J
         there = tl.load(there_ptr + entry, mask=wanted, other=0) != 0
         row = tl.load(kept_ptr + entry, mask=there, other=0)
-        first, stop = z * block, z * block + block
+        first, stop = z, z + 1
     else:
-        chunks = tl.cdiv(S, C)
-        b, slot = m // chunks, m % chunks * C + i
-        wanted = slot < S
+        # Chunks are of one block, so that sequences stay apart; before the first block too.
+        chunks = tl.cdiv(block, C)
+        before = tl.cdiv(front, block)
+        all_blocks = before + Z
+        b, own = m // (all_blocks * chunks), m // chunks % all_blocks - before
+        number = m % chunks * C + i
+        slot = front + own * block + number
+        wanted = (number < block) & (slot >= 0)
         there = tl.load(real_ptr + b * S + slot, mask=wanted, other=0) != 0
         row = (b * S + slot) * G + g
         entry = row
-        # From the chunk's first token on, up to the last block whose window reaches it.
-        first = tl.maximum(m % chunks * C - front, 0)
-        reach = m % chunks * C + C - 2 - front + W
-        stop = tl.minimum(Z, tl.where(reach < 0, 0, reach // block + 1)) * block
+        # From this block on, up to the last one whose window reaches it.
+        first = tl.maximum(own, 0)
+        stop = tl.minimum(Z, tl.maximum(own + 1 + (W + block - 2) // block, 0))
+        newest = front + (own + 1) * block - 1
     dk = tl.zeros((C, BX), tl.float32)
     dv = tl.zeros((C, BX), tl.float32)
     unit = unit_of(scale, softcap, CAPPED)
     for r in range(0, R):
         h = g * R + r
-        for start in range(first, stop, Q):
-            queries = tl.minimum(stop - start, Q).to(tl.int32)
+        for t in range(first * tiles, stop * tiles):
+            z, tile = t // tiles, t % tiles
+            start, end = z * block + tile * Q, z * block + block
+            queries = tl.minimum(end - start, Q).to(tl.int32)
             token = start + tl.arange(0, Q)
             qs_ptr = q_ptr + b * q_b + start * q_t + h * q_h
             dys_ptr = dy_ptr + b * dy_b + start * dy_t + h * dy_h
             if KEPT:
-                seen = there[None, :] & (token < stop)[:, None]
+                seen = there[None, :] & (token < end)[:, None]
             else:
-                low = tl.load(low_ptr + token // block, mask=token < stop, other=0)
-                seen = there[None, :] & (slot[None, :] <= front + token[:, None])
-                seen = seen & (slot[None, :] >= low[:, None]) & (token < stop)[:, None]
+                low = tl.load(low_ptr + z)
+                seen = there & (slot >= low)
+                seen = seen[None, :] & (slot[None, :] <= front + token[:, None])
+                seen = seen & (token < end)[:, None]
+                # Zeros of a block that sees none of them.
+                queries = tl.where(low <= newest, queries, 0)
             q = load_chunk(qs_ptr, q_t, 0, queries, 0, K, Q, BX)
             logits, slope = exact_logits(
                 q, qs_ptr, q_t, queries, k_ptr, row, there, seen, scale, softcap,
                 K, Q, C, BX, NARROW, CAPPED,
             )  # fmt: skip
-            top = load_numbers(top_ptr, b, h, start, stop, Z * block, H, Q)
-            share = load_numbers(share_ptr, b, h, start, stop, Z * block, H, Q)
-            c = load_numbers(c_ptr, b, h, start, stop, Z * block, H, Q)
+            reached = start + queries
+            top = load_numbers(top_ptr, b, h, start, reached, Z * block, H, Q)
+            share = load_numbers(share_ptr, b, h, start, reached, Z * block, H, Q)
+            c = load_numbers(c_ptr, b, h, start, reached, Z * block, H, Q)
             w = window_weights(logits, unit, top) * share[:, None]
             dy = load_chunk(dys_ptr, dy_t, 0, queries, x0, D, Q, BX)
             dv += mm(tl.trans(w), dy, NARROW)
