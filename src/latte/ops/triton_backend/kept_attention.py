@@ -248,20 +248,21 @@ def flags(x: Tensor) -> Tensor:
 
 @triton.jit
 def load_exact(
-    j, near, low, last, first_row, G, real_ptr, kept_ptr, there_ptr, J, C: tl.constexpr
+    j, near, reach, real_ptr, first_row, G, kept_ptr, there_ptr, J, C: tl.constexpr
 ):  # fmt: skip
-    """Rows (C,) of the j-th tile of a block's exact keys; which there are; slots, 0 if kept.
+    """Rows (C,) of the j-th tile of a block's exact keys; which there are; places in the window.
 
-    The first ``near`` tiles are slots from ``low`` up to ``last``.
+    The first ``near`` tiles are ``reach`` slots from the lowest on that the block sees, to whose
+    flags ``real_ptr`` points. Kept tokens follow, at place 0.
     """
     i = tl.arange(0, C)
-    slot, number = low + j * C + i, (j - near) * C + i
-    real = tl.load(real_ptr + slot, mask=(j < near) & (slot <= last), other=0)
-    held = (j >= near) & (number < J)
+    place, number = j * C + i, (j - near) * C + i
+    own, held = (j < near) & (place < reach), (j >= near) & (number < J)
+    real = tl.load(real_ptr + place, mask=own, other=0)
     there = tl.load(there_ptr + number, mask=held, other=0)
-    place = tl.load(kept_ptr + number, mask=held, other=0)
-    row = tl.where(j < near, first_row + slot * G, place)
-    return row, (real | there) != 0, tl.where(j < near, slot, 0)
+    row = tl.load(kept_ptr + number, mask=held, other=0)
+    row = tl.where(j < near, first_row + place.to(tl.int64) * G, row)
+    return row, (real | there) != 0, tl.where(j < near, place, 0)
 
 
 @triton.jit
@@ -343,8 +344,8 @@ def kept_outputs(
     token = tl.arange(0, Q)
     out_ptr += (b * Z * block + start) * H * D + h * D
     real_ptr += b * S
-    own = front + start + token
-    alive = tl.max(tl.load(real_ptr + own, mask=token < queries, other=0), 0)
+    own_ptr = real_ptr + front + start + token
+    alive = tl.max(tl.load(own_ptr, mask=token < queries, other=0), 0)
     if alive == 0:
         store_chunk(out_ptr, H * D, 0, queries, d0, D, tl.zeros((Q, BX), tl.float32), Q, BX)
         return
@@ -352,9 +353,11 @@ def kept_outputs(
     i = (b * G + g) * Z + z
     kept_ptr += i * J
     there_ptr += i * J
-    first_row = b * S * G + g
-    low, last = tl.load(low_ptr + z), front + start + queries - 1
-    near = tl.cdiv(last + 1 - low, C)
+    low = tl.load(low_ptr + z)
+    # The queries' places among the slots from the lowest one on.
+    own = (front + start - low).to(tl.int32) + token
+    reach = (front + start - low).to(tl.int32) + queries
+    near = tl.cdiv(reach, C)
     unit = unit_of(scale, softcap, CAPPED)
     top = tl.full((Q,), float("-inf"), tl.float32)
     mass = tl.zeros((Q,), tl.float32)
@@ -373,12 +376,12 @@ def kept_outputs(
             y = y * kept[:, None] + mm(w, load_rows(sink_v_ptr, row, there, d0, D, BX), NARROW)
     q = load_chunk(q_ptr, q_t, 0, queries, 0, K, Q, BX)
     for j in tl.range(0, near + tl.cdiv(J, C), disable_licm=True):
-        row, there, slot = load_exact(
-            j, near, low, last, first_row, G, real_ptr, kept_ptr, there_ptr, J, C
+        row, there, at = load_exact(
+            j, near, reach, real_ptr + low, (b * S + low) * G + g, G, kept_ptr, there_ptr, J, C
         )
         logits, _ = exact_logits(
             q, q_ptr, q_t, queries, k_ptr, row, there,
-            there[None, :] & (slot[None, :] <= own[:, None]), scale, softcap,
+            there[None, :] & (at[None, :] <= own[:, None]), scale, softcap,
             K, Q, C, BX, NARROW, CAPPED,
         )  # fmt: skip
         top, mass, kept, w = softmax_step(top, mass, logits, unit)
@@ -389,9 +392,9 @@ def kept_outputs(
         begun = tl.load(begun_ptr + i) != 0
         p, gate = mixture(lq_ptr, lq_t, queries, begun, top, mass, unit, L, Q, BL)
         # The state that the block sees is the one before the part after its update.
-        at = (tl.load(part_ptr + bz) + 1) * H + h
+        part = (tl.load(part_ptr + bz) + 1) * H + h
         y = y * (share * gate)[:, None]
-        y += mm(p, load_state(mean_ptr, at, L, D, d0, BL, BX), WIDE)
+        y += mm(p, load_state(mean_ptr, part, L, D, d0, BL, BX), WIDE)
     else:
         y = y * share[:, None]
     store_chunk(out_ptr, H * D, 0, queries, d0, D, y, Q, BX)
@@ -429,22 +432,24 @@ def kept_query_gradients(
     i = (b * G + g) * Z + z
     kept_ptr += i * J
     there_ptr += i * J
-    first_row, low = b * S * G + g, tl.load(low_ptr + z)
+    low = tl.load(low_ptr + z)
+    first_row = (b * S + low) * G + g
+    real_ptr += low
     unit = unit_of(scale, softcap, CAPPED)
     asked = tl.zeros((BL, BX), tl.float32)
     if lq_ptr is not None:
         begun = tl.load(begun_ptr + i) != 0
-        at = (tl.load(part_ptr + bz) + 1) * H + h
+        state = (tl.load(part_ptr + bz) + 1) * H + h
     for tile in range(0, TILES):
         start = z * block + tile * Q
         queries = tl.minimum(block - tile * Q, Q)
-        # Blocks without tokens have zeros everywhere.
-        reached = tl.where(alive > 0, queries, 0)
         numbers = (first_token + tile * Q + token) * H + h
         real = token < queries
-        own, last = front + start + token, front + start + reached - 1
-        near = tl.where(alive > 0, tl.cdiv(last + 1 - low, C), 0)
-        count = near + tl.where(alive > 0, tl.cdiv(J, C), 0)
+        own = (front + start - low).to(tl.int32) + token
+        reach = (front + start - low).to(tl.int32) + queries
+        near = tl.cdiv(reach, C)
+        # Blocks without tokens have zeros everywhere.
+        count = tl.where(alive > 0, near + tl.cdiv(J, C), 0)
         qs_ptr = q_ptr + b * q_b + start * q_t + h * q_h
         dys_ptr = dy_ptr + b * dy_b + start * dy_t + h * dy_h
         q = load_chunk(qs_ptr, q_t, 0, queries, 0, K, Q, BX)
@@ -467,12 +472,12 @@ def kept_query_gradients(
                 top, mass, kept, w = softmax_step(top, mass, logits, unit)
                 delta = delta * kept + tl.sum(w * products, 1)
         for j in range(0, count):
-            row, there, slot = load_exact(
-                j, near, low, last, first_row, G, real_ptr, kept_ptr, there_ptr, J, C
+            row, there, at = load_exact(
+                j, near, reach, real_ptr, first_row, G, kept_ptr, there_ptr, J, C
             )
             logits, _ = exact_logits(
                 q, qs_ptr, q_t, queries, k_ptr, row, there,
-                there[None, :] & (slot[None, :] <= own[:, None]), scale, softcap,
+                there[None, :] & (at[None, :] <= own[:, None]), scale, softcap,
                 K, Q, C, BX, NARROW, CAPPED,
             )  # fmt: skip
             products = row_products(dys_ptr, dy_t, queries, v_ptr, row, there, D, Q, C, BX, NARROW)
@@ -488,7 +493,7 @@ def kept_query_gradients(
             if alive > 0:
                 for d0 in range(0, D, BX):
                     dy = load_chunk(dys_ptr, dy_t, 0, queries, d0, D, Q, BX)
-                    mean = load_state(mean_ptr, at, L, D, d0, BL, BX)
+                    mean = load_state(mean_ptr, state, L, D, d0, BL, BX)
                     late += mm(dy, tl.trans(mean), WIDE)
             late *= p
             c = gate * delta + tl.sum(late, 1)
@@ -507,12 +512,12 @@ def kept_query_gradients(
             tl.store(c_ptr + numbers, c, mask=real)
         dq = tl.zeros((Q, BX), tl.float32)
         for j in range(0, count):
-            row, there, slot = load_exact(
-                j, near, low, last, first_row, G, real_ptr, kept_ptr, there_ptr, J, C
+            row, there, at = load_exact(
+                j, near, reach, real_ptr, first_row, G, kept_ptr, there_ptr, J, C
             )
             logits, slope = exact_logits(
                 q, qs_ptr, q_t, queries, k_ptr, row, there,
-                there[None, :] & (slot[None, :] <= own[:, None]), scale, softcap,
+                there[None, :] & (at[None, :] <= own[:, None]), scale, softcap,
                 K, Q, C, BX, NARROW, CAPPED,
             )  # fmt: skip
             products = row_products(dys_ptr, dy_t, queries, v_ptr, row, there, D, Q, C, BX, NARROW)
@@ -548,7 +553,7 @@ def kept_query_gradients(
             store_chunk(dsq_ptr + out, H * K, 0, queries, x0, K, dq, Q, BX)
     if lq_ptr is not None:
         if alive > 0:
-            store_state(asked_ptr, at, L, D, x0, asked, BL, BX)
+            store_state(asked_ptr, state, L, D, x0, asked, BL, BX)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -568,7 +573,7 @@ def kept_source_gradients(
     i, H, tiles = tl.arange(0, C), G * R, tl.cdiv(block, Q)
     if KEPT:
         chunks = tl.cdiv(J, C)
-        bz, number = m // chunks, m % chunks * C + i
+        bz, number = m // chunks, (m % chunks * C).to(tl.int32) + i
         b, z = bz // Z, bz % Z
         entry = ((b * G + g) * Z + z) * J + number
         wanted = number < J
@@ -581,7 +586,7 @@ def kept_source_gradients(
         before = tl.cdiv(front, block)
         all_blocks = before + Z
         b, own = m // (all_blocks * chunks), m // chunks % all_blocks - before
-        number = m % chunks * C + i
+        number = (m % chunks * C).to(tl.int32) + i
         slot = front + own * block + number
         wanted = (number < block) & (slot >= 0)
         there = tl.load(real_ptr + b * S + slot, mask=wanted, other=0) != 0
@@ -590,28 +595,29 @@ def kept_source_gradients(
         # From this block on, up to the last one whose window reaches it.
         first = tl.maximum(own, 0)
         stop = tl.minimum(Z, tl.maximum(own + 1 + (W + block - 2) // block, 0))
-        newest = front + (own + 1) * block - 1
+        base = front + own * block
     dk = tl.zeros((C, BX), tl.float32)
     dv = tl.zeros((C, BX), tl.float32)
     unit = unit_of(scale, softcap, CAPPED)
     for r in range(0, R):
         h = g * R + r
         for t in range(first * tiles, stop * tiles):
-            z, tile = t // tiles, t % tiles
+            z, tile = t // tiles, (t % tiles).to(tl.int32)
             start, end = z * block + tile * Q, z * block + block
             queries = tl.minimum(end - start, Q).to(tl.int32)
-            token = start + tl.arange(0, Q)
+            token = tl.arange(0, Q)
             qs_ptr = q_ptr + b * q_b + start * q_t + h * q_h
             dys_ptr = dy_ptr + b * dy_b + start * dy_t + h * dy_h
             if KEPT:
-                seen = there[None, :] & (token < end)[:, None]
+                seen = there[None, :] & (token < queries)[:, None]
             else:
-                low = tl.load(low_ptr + z)
-                seen = there & (slot >= low)
-                seen = seen[None, :] & (slot[None, :] <= front + token[:, None])
-                seen = seen & (token < end)[:, None]
+                low = (tl.load(low_ptr + z) - base).to(tl.int32)
                 # Zeros of a block that sees none of them.
-                queries = tl.where(low <= newest, queries, 0)
+                queries = tl.where(low < block, queries, 0)
+                last = ((z - own) * block).to(tl.int32) + tile * Q + token
+                seen = there & (number >= low)
+                seen = seen[None, :] & (number[None, :] <= last[:, None])
+                seen = seen & (token < queries)[:, None]
             q = load_chunk(qs_ptr, q_t, 0, queries, 0, K, Q, BX)
             logits, slope = exact_logits(
                 q, qs_ptr, q_t, queries, k_ptr, row, there, seen, scale, softcap,
