@@ -189,7 +189,8 @@ def after_some(state: Callable[..., Any]) -> Callable[..., Any]:
 
 def held_tokens(normal: Normal, N: int, s: Sizes, latents: bool = True) -> KeptState:
     """Some tokens read; in every sequence the last kept place is empty."""
-    n, W, C = KEPT_OPTIONS["count"], s["W"], KEPT_OPTIONS["block"]
+    n, C = (s.get(name, number) for name, number in KEPT_OPTIONS.items())
+    W = s["W"]
     letters = ["GK", "GD", "G"]
     k, v, r = (normal(N, n + W + C - 1, *(s[c] for c in x)) for x in letters)
     seen = torch.arange(N, device=k.device) + W + 9 * C
@@ -386,7 +387,7 @@ OPS: dict[str, Op] = {
         with_kept(macchiato_attention),
         MACCHIATO | DECAY | SINKS,
         kept_state,
-        PYTORCH,
+        NOT_NATIVE,
         packed_states=False,
         gaps=True,
         latent_keys="latent_k",
@@ -396,7 +397,7 @@ OPS: dict[str, Op] = {
         with_kept(sliding_window_attention),
         WINDOW,
         held_window,
-        PYTORCH,
+        NOT_NATIVE,
         packed_states=False,
         gaps=True,
         options=dict(KEPT_OPTIONS),
@@ -607,6 +608,7 @@ class Bench(NamedTuple):
         """The output, and the final state if ``output_final_state``."""
         fixed = {"window": self.sizes["W"]} if self.op.local else {}
         given = dict(zip(self.op.inputs, inputs, strict=True)) | fixed | self.op.options
+        given |= {x: self.sizes[x] for x in KEPT_OPTIONS.keys() & given.keys() & self.sizes.keys()}
         if state is not None:
             given["initial_state"] = state
         return self.op.run(**given, backend=self.backend, **options)

@@ -80,6 +80,7 @@ def launching(instead: Callable[..., None], capability: int = 90) -> Iterator[py
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         name, sizes = self.__name__, tuple(grid)
         name += "_earlier" if options.get("EARLIER") else ""  # for the keys of the earlier state
+        name += "_kept" if options.get("KEPT") else ""  # for those of kept tokens
         assert len(sizes) <= 3 and all(type(n) is int for n in sizes), (name, sizes)
         assert all(0 < n <= most for n, most in zip(sizes, LARGEST_GRID, strict=False)), sizes
         instead(name, self, args, options | {"grid": grid})
@@ -289,6 +290,8 @@ def name(case: Case) -> str:
     return "-".join([case.op, str(case.dtype).removeprefix("torch."), *parts])
 
 
+FAR: dict[str, Any] = {"sinks": 4, "delay": True, "joint": True}
+KEPT = FAR | {"kept": 64}
 COMMON = [
     Case("latte", BF16),
     Case("latte", BF16, cut=True),
@@ -306,6 +309,7 @@ COMMON = [
     Case("macchiato", BF16, "plain", L=16, D=96, causal=False),  # products over 16 latents
     Case("macchiato", FP32, "plain", L=3, D=5, causal=False),
     Case("macchiato", BF16, "plain", D=128, forgets=True),
+    Case("macchiato", BF16, "plain", L=16, heads=(9, 3), window=128, **KEPT),
     Case("window", BF16, "plain", D=256, sinks=4),  # Gemma's width of a head
     Case("window", BF16, softcap=20.0),
     Case("window", BF16, "plain", L=1, D=64, one=True),
@@ -348,15 +352,19 @@ def rare() -> Iterator[Case]:
             for D in (64, 128):
                 yield Case("macchiato", dtype, L=L, D=D, cut=True, softcap=20.0, forgets=True)
         yield Case("latte", dtype, L=31, D=63, strided=True)
-        far = {"sinks": 4, "delay": True, "joint": True}
         for L in LATENTS:
             for D in (64, 128, 256):
-                yield Case("macchiato", dtype, L=L, D=D, softcap=20.0, **far)
-        yield Case("macchiato", dtype, "plain", L=3, D=5, cut=True, **far)
-        yield Case("macchiato", dtype, "state", L=16, D=96, cut=True, **far)
-        yield Case("macchiato", dtype, "plain", cut=True, forgets=True, **far)
-        for one in ("sinks", "delay", "joint"):
-            yield Case("macchiato", dtype, "plain", **{one: far[one]})
+                yield Case("macchiato", dtype, L=L, D=D, softcap=20.0, **FAR)
+        for L, D in [(16, 64), (64, 64), (32, 128), (256, 64), (3, 5)]:
+            yield Case("macchiato", dtype, "plain", L=L, D=D, softcap=20.0, **KEPT)
+        yield Case("macchiato", dtype, forgets=True, **KEPT)
+        for D in (64, 256):
+            yield Case("window", dtype, D=D, kept=64)
+        yield Case("macchiato", dtype, "plain", L=3, D=5, cut=True, **FAR)
+        yield Case("macchiato", dtype, "state", L=16, D=96, cut=True, **FAR)
+        yield Case("macchiato", dtype, "plain", cut=True, forgets=True, **FAR)
+        for one in FAR:
+            yield Case("macchiato", dtype, "plain", **{one: FAR[one]})
         for D in (64, 128, 256):
             yield Case("window", dtype, D=D, softcap=20.0)
             yield Case("window", dtype, D=D, softcap=20.0, sinks=4)
@@ -367,8 +375,11 @@ def rare() -> Iterator[Case]:
     yield Case("latte", BF16, "plain", L=1, D=1, cut=True, one=True)
     yield Case("macchiato", BF16, cut=True, softcap=20.0)
     yield Case("macchiato", BF16, "plain", L=1, D=1, one=True)
-    yield Case("macchiato", BF16, "plain", L=1, D=1, one=True, **(far | {"sinks": 1}))
-    yield Case("macchiato", BF16, strided=True, L=31, D=63, **far)
+    yield Case("macchiato", BF16, "plain", L=1, D=1, one=True, **(FAR | {"sinks": 1}))
+    yield Case("macchiato", BF16, strided=True, L=31, D=63, **FAR)
+    yield Case("macchiato", BF16, "plain", L=31, D=63, strided=True, **KEPT)
+    one_kept = KEPT | {"sinks": 1, "kept": 1, "block": 1}
+    yield Case("macchiato", BF16, "plain", L=1, D=1, one=True, **one_kept)
     for D in (5, 256):
         yield Case("window", BF16, D=D, softcap=20.0)
     for cut in (False, True):

@@ -36,11 +36,11 @@ from latte.ops.triton_backend.kept_latents import (
     SIZES, LateLatents, Tables, load_rows, store_rows,
 )  # fmt: skip
 from latte.ops.triton_backend.launch import (
-    ADD_KEPT, by_chunk, capability, launch, rounding, window_tiles,
+    ADD_KEPT, MANY_REGISTERS, by_chunk, capability, launch, rounding, window_tiles,
 )  # fmt: skip
 from latte.ops.triton_backend.segments import state_gradients
 from latte.ops.triton_backend.softmax import (
-    SINKS_AT_ONCE, load_chunk, log_mass_of_softmax, softmax_step, store_chunk, unit_of,
+    load_chunk, log_mass_of_softmax, softmax_step, store_chunk, unit_of,
     window_weights,
 )  # fmt: skip
 from latte.ops.triton_backend.tiles import (
@@ -51,6 +51,9 @@ from latte.ops.triton_backend.window import strides, unit_stride
 
 # A logit of the exact keys with which the latents have no share. It does not overflow when scaled.
 ALL = tl.constexpr(1.0e38)
+# Sinks at a time. Products over 16 by eight warps read at addresses that were never computed, as in
+# launch.walking.
+SINKS = tl.constexpr(32)
 
 
 def forward(x: KeptCall) -> tuple[Tensor, ...]:
@@ -135,7 +138,7 @@ class KeptLauncher:
         self.tables, self.late = Tables.of(x), None
         if x.latent_k is not None:
             products = self.wide, self.narrow
-            self.late = LateLatents(x, self.tables, self.config, self.window.BX, *products)
+            self.late = LateLatents(x, self.tables, self.config, self.window, *products)
         # The lowest slot that a block's queries see: (Z,).
         z = torch.arange(Z, device=self.device)
         first = torch.full_like(z, x.kept.shape[-1])
@@ -181,6 +184,8 @@ class KeptLauncher:
         """With the latents and the sinks: one program per block, or tile of it, and head."""
         x, (B, Z, _, _) = self.x, self.x.shape
         seen = (self.latent_q, flags(x.begun), self.tables.part)
+        if self.config.BL >= 128 and torch.version.hip is None:
+            more["maxnreg"] = MANY_REGISTERS  # for products in tf32
         self.by_tile(
             kernel,
             (B * Z * per_block, x.q.shape[2]),
@@ -305,7 +310,7 @@ def row_products(
 @triton.jit
 def load_sinks(b, z, g, s0, Z, G, n, seen_ptr, SHARED: tl.constexpr):
     """Rows of the sinks from ``s0`` on, which there are, and which the block sees."""
-    number = s0 + tl.arange(0, SINKS_AT_ONCE)
+    number = s0 + tl.arange(0, SINKS)
     first = b if SHARED else b * Z + z
     there = number < n
     seen = tl.load(seen_ptr + (b * Z + z) * n + number, mask=there, other=0) != 0
@@ -365,12 +370,12 @@ def kept_outputs(
     if sink_q_ptr is not None:
         sink_q_ptr += b * sq_b + start * sq_t + h * sq_h
         far_q = load_chunk(sink_q_ptr, sq_t, 0, queries, 0, K, Q, BX)
-        for s0 in tl.range(0, n, SINKS_AT_ONCE, num_stages=1, disable_licm=True):
+        for s0 in tl.range(0, n, SINKS, num_stages=1, disable_licm=True):
             row, there = load_sinks(b, z, g, s0, Z, G, n, seen_ptr, SHARED)
             logits, _ = exact_logits(
                 far_q, sink_q_ptr, sq_t, queries, sink_k_ptr, row, there,
                 there[None, :] & (token >= 0)[:, None], scale, softcap,
-                K, Q, SINKS_AT_ONCE, BX, NARROW, CAPPED,
+                K, Q, SINKS, BX, NARROW, CAPPED,
             )  # fmt: skip
             top, mass, kept, w = softmax_step(top, mass, logits, unit)
             y = y * kept[:, None] + mm(w, load_rows(sink_v_ptr, row, there, d0, D, BX), NARROW)
@@ -459,15 +464,15 @@ def kept_query_gradients(
         if sink_q_ptr is not None:
             sqs_ptr = sink_q_ptr + b * sq_b + start * sq_t + h * sq_h
             far_q = load_chunk(sqs_ptr, sq_t, 0, queries, 0, K, Q, BX)
-            for s0 in tl.range(0, n, SINKS_AT_ONCE, num_stages=1):
+            for s0 in tl.range(0, n, SINKS, num_stages=1):
                 row, there = load_sinks(b, z, g, s0, Z, G, n, seen_ptr, SHARED)
                 logits, _ = exact_logits(
                     far_q, sqs_ptr, sq_t, queries, sink_k_ptr, row, there,
                     there[None, :] & real[:, None], scale, softcap,
-                    K, Q, SINKS_AT_ONCE, BX, NARROW, CAPPED,
+                    K, Q, SINKS, BX, NARROW, CAPPED,
                 )  # fmt: skip
                 products = row_products(
-                    dys_ptr, dy_t, queries, sink_v_ptr, row, there, D, Q, SINKS_AT_ONCE, BX, NARROW
+                    dys_ptr, dy_t, queries, sink_v_ptr, row, there, D, Q, SINKS, BX, NARROW
                 )
                 top, mass, kept, w = softmax_step(top, mass, logits, unit)
                 delta = delta * kept + tl.sum(w * products, 1)
@@ -529,15 +534,15 @@ def kept_query_gradients(
         if sink_q_ptr is not None:
             dq = tl.zeros((Q, BX), tl.float32)
             part = ((bz * TILES + tile) * H + h) * n
-            for s0 in tl.range(0, n, SINKS_AT_ONCE, num_stages=1):
+            for s0 in tl.range(0, n, SINKS, num_stages=1):
                 row, there = load_sinks(b, z, g, s0, Z, G, n, seen_ptr, SHARED)
                 logits, slope = exact_logits(
                     far_q, sqs_ptr, sq_t, queries, sink_k_ptr, row, there,
                     there[None, :] & real[:, None], scale, softcap,
-                    K, Q, SINKS_AT_ONCE, BX, NARROW, CAPPED,
+                    K, Q, SINKS, BX, NARROW, CAPPED,
                 )  # fmt: skip
                 products = row_products(
-                    dys_ptr, dy_t, queries, sink_v_ptr, row, there, D, Q, SINKS_AT_ONCE, BX, NARROW
+                    dys_ptr, dy_t, queries, sink_v_ptr, row, there, D, Q, SINKS, BX, NARROW
                 )
                 w = window_weights(logits, unit, top) * share[:, None]
                 pulled = w * (products - c[:, None]) * slope
@@ -547,8 +552,8 @@ def kept_query_gradients(
                 dy = load_chunk(dys_ptr, dy_t, 0, queries, x0, D, Q, BX)
                 dv = mm(tl.trans(w), dy, NARROW)
                 left = n - s0
-                store_chunk(dsk_ptr + (part + s0) * K, K, 0, left, x0, K, dk, SINKS_AT_ONCE, BX)
-                store_chunk(dsv_ptr + (part + s0) * D, D, 0, left, x0, D, dv, SINKS_AT_ONCE, BX)
+                store_chunk(dsk_ptr + (part + s0) * K, K, 0, left, x0, K, dk, SINKS, BX)
+                store_chunk(dsv_ptr + (part + s0) * D, D, 0, left, x0, D, dv, SINKS, BX)
             dq *= scale
             store_chunk(dsq_ptr + out, H * K, 0, queries, x0, K, dq, Q, BX)
     if lq_ptr is not None:

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops.torch_backend.kept import KeptCall
-from latte.ops.triton_backend.launch import ByChunk, contiguous, launch
+from latte.ops.triton_backend.launch import ByChunk, WindowTiles, contiguous, launch
 from latte.ops.triton_backend.segments import Launcher, Parts, scan, scan_back
 from latte.ops.triton_backend.tiles import (
     factor, finite, inverse, load_latents, load_state, mm, power, store_latents, store_state,
@@ -68,12 +68,13 @@ class LateLatents(Launcher):
     """The latents of a call, forward and backward."""
 
     def __init__(
-        self, x: KeptCall, tables: Tables, config: ByChunk, BX: int, wide: str, narrow: str
+        self, x: KeptCall, tables: Tables, config: ByChunk, tiles: WindowTiles, *products: str
     ) -> None:
         assert x.latent_k is not None
         super().__init__(x.latent_k, x.v.shape[-1], tables.parts)
-        self.x, self.tables, self.config, self.BX = x, tables, config, BX
-        self.wide, self.narrow, self.R = wide, narrow, x.shape[3]
+        self.x, self.tables, self.config, self.BX = x, tables, config, tiles.BX
+        self.warps, self.R = max(config.warps, tiles.warps), x.shape[3]
+        self.wide, self.narrow = products
 
     @property
     def falls(self) -> bool:
@@ -146,7 +147,7 @@ class LateLatents(Launcher):
             C=self.config.C,
             BL=self.config.BL,
             BX=self.BX,
-            num_warps=self.config.warps,
+            num_warps=self.warps,
             num_stages=1,
             **more,
         )
