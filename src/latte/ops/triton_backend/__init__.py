@@ -11,15 +11,11 @@ width, E channels, N sequences.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from torch import Tensor
 
 from latte.ops.arguments import Latte, Macchiato, Window
-from latte.ops.state import LateSources, LatteState, SeenSinks, Sinks, WindowState
+from latte.ops.state import LateSources, LatteState, SeenSinks, WindowState
 from latte.ops.tensors import Local, Sequences, without_masked
-
-AnySinks = TypeVar("AnySinks", SeenSinks, Sinks)
 
 
 def latte_attention(
@@ -61,7 +57,7 @@ def macchiato_attention(
     """See :func:`latte.ops.macchiato_attention`; ``latent_q`` has L + 1 columns."""
     from latte.ops.triton_backend.macchiato import macchiato_op
 
-    q_BTHK, sinks, local = rising(q_BTHK, sinks, local)
+    q_BTHK, sinks, local = _rising(q_BTHK, sinks, local)
     k_BTGK, v_BTGD = (without_masked(sequences.key_mask, x) for x in (k_BTGK, v_BTGD))
     late = None
     if delay:
@@ -87,15 +83,15 @@ def sliding_window_attention(
     """See :func:`latte.ops.sliding_window_attention`."""
     from latte.ops.triton_backend.window import window_op
 
-    q_BTHK, sinks, local = rising(q_BTHK, sinks, local)
+    q_BTHK, sinks, local = _rising(q_BTHK, sinks, local)
     k_BTGK, v_BTGD = (without_masked(sequences.key_mask, x) for x in (k_BTGK, v_BTGD))
     qkv = (q_BTHK, k_BTGK, v_BTGD)
     return window_op(*Window.of(qkv, local, sequences, _without_masked(tail), sinks))
 
 
-def rising(
-    q_BTHK: Tensor, sinks: AnySinks | None, local: Local
-) -> tuple[Tensor, AnySinks | None, Local]:
+def _rising(
+    q_BTHK: Tensor, sinks: SeenSinks | None, local: Local
+) -> tuple[Tensor, SeenSinks | None, Local]:
     """With a scale above 0, as the kernels take the largest logit before they scale it."""
     if local.scale > 0:
         return q_BTHK, sinks, local

@@ -15,7 +15,6 @@ from latte.ops.state import Sinks
 from latte.ops.tensors import Local
 from latte.ops.torch_backend import kept as torch_kept
 from latte.ops.torch_backend.kept import Plan, state_after
-from latte.ops.triton_backend import rising
 
 __all__ = ["Plan", "attention", "state_after"]
 
@@ -33,6 +32,9 @@ def attention(
     """The output, and with latents their log-mass and mean after the call."""
     from latte.ops.triton_backend.kept_attention import kept_op
 
-    q_BTHK, sinks, local = rising(q_BTHK, sinks, local)
+    if local.scale <= 0:  # the kernels take the largest logit before they scale it
+        sign = -1.0 if local.scale < 0 else 0.0
+        q_BTHK, sinks = q_BTHK * sign, sinks and sinks._replace(q=sinks.q * sign)
+        local = local._replace(scale=abs(local.scale) or 1.0)
     call = (plan, q_BTHK, k_BTGK, v_BTGD, local, state, sinks, latents)
     return torch_kept.attention(*call, kept_op)
