@@ -65,6 +65,7 @@ EARLIER = "window_source_gradients_earlier"
 SINKS = ("sink_gradients", "add_sinks")
 KEPT = ("kept_outputs", "kept_query_gradients", "kept_source_gradients")
 KEPT += ("kept_source_gradients_kept", "add_kept")
+CHOICE = ("walk_choice", "join_choices")
 LATE = ("late_sums", "late_gradients")
 LRU_CHUNKS = ("ends", "carry", "apply", "ends_back", "apply_back")
 LRU_WALKS = ("lru_walk", "lru_walk_back")
@@ -112,7 +113,7 @@ def most_stack(
         return 128 if beside and common and not cut else most
     if kernel == "macchiato_walk":
         return 128 if common and not uneven else 1024 if dtype == BF16 else 4096
-    if kernel in ("add_sinks", "add_kept", *LATE):
+    if kernel in ("add_sinks", "add_kept", *CHOICE, *LATE):
         return 0
     if kernel in KEPT:
         return most_stack_of_kept(kernel, dtype, L, D)
@@ -165,7 +166,8 @@ def expected(case: Case) -> set[str]:
         return {"convolve", "convolve_back", *state}
     if case.kept:
         latents = {*LATE, "scan", "scan_back"} if case.op == "macchiato" else set()
-        return {*KEPT} | latents
+        cut = case.sizes[1] > launch.SHORTEST_CHOICE * case.block
+        return {*KEPT, *CHOICE[: 1 + cut]} | latents
     goes_on = case.kind != "plain" and not (case.joint and case.kind == "packed")
     earlier = {EARLIER} if case.causal and goes_on and not case.one else set()
     earlier |= {*SINKS} if case.sinks else set()

@@ -1,12 +1,14 @@
 """Kept tokens on a GPU, in Triton: what the interface calls, with inputs that it has checked.
 
-The choice and the layout of tokens are those of the PyTorch backend (torch_backend/kept.py), which
-waits for no GPU. Its op is replaced by one of kernels. This file loads without Triton.
+The layout of tokens is that of the PyTorch backend (torch_backend/kept.py), which waits for no GPU.
+Its choice and its op are replaced by kernels. This file loads without Triton.
 
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K key width, D value width.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -14,13 +16,24 @@ from latte.ops.kept import KeptLatents, KeptState
 from latte.ops.state import Sinks
 from latte.ops.tensors import Local
 from latte.ops.torch_backend import kept as torch_kept
-from latte.ops.torch_backend.kept import Plan, state_after
+from latte.ops.torch_backend.kept import state_after
 
 __all__ = ["Plan", "attention", "state_after"]
 
 
+class Plan:
+    """Which sources each block of queries reads, and what is held after the call."""
+
+    @staticmethod
+    def of(*given: Any) -> torch_kept.Plan:
+        """See :meth:`latte.ops.torch_backend.kept.Plan.of`."""
+        from latte.ops.triton_backend.kept_choice import choose
+
+        return torch_kept.Plan.of(*given, choose=choose)
+
+
 def attention(
-    plan: Plan,
+    plan: torch_kept.Plan,
     q_BTHK: Tensor,
     k_BTGK: Tensor,
     v_BTGD: Tensor,
