@@ -92,6 +92,10 @@ FIGURE: dict[str, tuple[str, list[Panel]]] = {
         "A layer of a converted SmolLM2 (window 128, 4 sinks) beside softmax attention",
         [Panel(mode, {"mode": mode}) for mode in MODES],
     ),
+    "gpu_kept": (
+        "The same layer with 64 kept tokens, and without",
+        [Panel(mode, {"mode": mode}) for mode in MODES],
+    ),
     "gpu_rglru": (
         "RG-LRU and convolution on a constant number of tokens",
         [

@@ -18,7 +18,7 @@ from typing import Any
 
 from experiments.benchmarks.gpu_ops import WIDTHS
 from experiments.benchmarks.records import FLOORS, Row, say, write_rows
-from tests.ops.triton_backend.launches import BF16, Case
+from tests.ops.triton_backend.launches import BF16, FAR, KEPT, Case
 from tests.ops.triton_backend.machine_code import CARDS, analyse
 
 HEADS: Any = {"heads": (8, 8), "T": 4096}
@@ -30,18 +30,9 @@ TIMED |= {
     f"macchiato, L = {L}, D = 64": Case("macchiato", BF16, "plain", L=L, window=128, **HEADS)
     for L in (32, 16)
 }
-TIMED["converted, L = 16, D = 64"] = Case(
-    "macchiato",
-    BF16,
-    "plain",
-    L=16,
-    window=128,
-    heads=(9, 3),
-    T=4096,
-    sinks=4,
-    delay=True,
-    joint=True,
-)
+SMOLLM2: Any = {"L": 16, "window": 128, "heads": (9, 3), "T": 4096}
+TIMED["converted, L = 16, D = 64"] = Case("macchiato", BF16, "plain", **SMOLLM2, **FAR)
+TIMED["kept, L = 16, D = 64"] = Case("macchiato", BF16, "plain", **SMOLLM2, **KEPT)
 TIMED |= {
     "latte, both directions": Case("latte", BF16, "plain", causal=False, **HEADS),
     "rg_lru": Case("recurrent", BF16, "plain", D=2048, T=4096),

@@ -6,8 +6,8 @@ what each part compares. Beyond that:
 * ``latte``: H = 8. Bytes: the least that any kernel must move, inputs and outputs once each, over
   the median time. Saved: distinct storages that autograd holds between the passes, inputs included.
   sigma: of the logits. Errors: relative norms against fp64, at 1,024 tokens.
-* ``macchiato``, ``converted``: ``flash`` is held to PyTorch's flash backend, on its native
-  (B, H, T, D) layout; the block mask of ``flex window`` is made beforehand.
+* ``macchiato``, ``converted``, ``kept``: ``flash`` is held to PyTorch's flash backend, on its
+  native (B, H, T, D) layout; the block mask of ``flex window`` is made beforehand.
 * ``rglru``: 768 channels; ``conv``: 3 taps and a bias. ``conv1d`` is PyTorch's depthwise
   convolution of the padded, transposed input, transposed back.
 
@@ -54,6 +54,7 @@ from latte.lab import machine
 from latte.lab.evaluate.benchmark_ops import MeasuredOp
 from latte.lab.machine import Times
 from latte.ops import (
+    Kept,
     Partition,
     Sinks,
     causal_conv1d,
@@ -289,6 +290,11 @@ def lengths(quick: bool) -> list[tuple[Any, ...]]:
     return [(T,) for T in ((128, 256) if quick else LENGTHS)]
 
 
+def kept_lengths(quick: bool) -> list[tuple[Any, ...]]:
+    """(T,), the goal's length first."""
+    return lengths(quick) if quick else [(T,) for T in (16384, 2048, 131072, 4096, 65536)]
+
+
 def flash_side(at: gpu.Place, local: Sequence[Tensor], dy: Tensor) -> OpCall:
     """Causal softmax attention over all keys, which may have fewer heads."""
     *inputs, dy = (x.transpose(1, 2).contiguous() for x in (*local, dy))
@@ -366,34 +372,46 @@ def macchiato_goals(mode: str, rows: Sequence[Row]) -> list[Goal]:
 SMOLLM2 = {"H": 9, "G": 3, "L": 16, "K": 64, "D": 64}
 CONVERTED, SINKS, BASE = "converted", 4, "plain"
 ALONE = {"with sinks": "sinks", "with delay": "delay", "with joint": "joint"}
+KEPT, KEPT_TOKENS = "kept", 64  # a block is as long
 
 
-def converted_point(at: gpu.Place, T: int) -> Point:
-    """Sinks, delay and joint together, each alone, and none; the first tokens are the sinks."""
-    H, G, L, K, D = SMOLLM2.values()
-    shapes = ((H, L + 1), (H, L), (H, K), (G, K), (G, D), (H, D))
-    *inputs, dy = (at.normal(1, T, *shape, seed=i) for i, shape in enumerate(shapes))
-    far = [at.normal(1, T, H, K, seed=9), *(x[:, :SINKS].clone() for x in inputs[3:])]
-    mask = torch.ones(1, SINKS, dtype=torch.bool, device=at.device)
+class Converted:
+    """A layer of a converted SmolLM2 and its inputs; the first tokens are the sinks."""
 
-    def side(*parts: str, case: str = "") -> OpCall:
-        options: dict[str, Any] = {"window": WINDOW, "backend": at.backend}
-        partition = Partition(None, "delay" in parts, "joint" in parts)
+    def __init__(self, at: gpu.Place, T: int) -> None:
+        H, G, L, K, D = SMOLLM2.values()
+        shapes = ((H, L + 1), (H, L), (H, K), (G, K), (G, D), (H, D))
+        *self.inputs, self.dy = (at.normal(1, T, *shape, seed=i) for i, shape in enumerate(shapes))
+        far = (x[:, :SINKS].clone() for x in self.inputs[3:])
+        self.far = [at.normal(1, T, H, K, seed=9), *far]
+        self.mask = torch.ones(1, SINKS, dtype=torch.bool, device=at.device)
+        self.scores, self.backend = at.normal(1, T, G, seed=10).float(), at.backend
+
+    def side(self, *parts: str, case: str = "") -> OpCall:
+        """With these of sinks, delay, joint and kept."""
+        options: dict[str, Any] = {"window": WINDOW, "backend": self.backend}
+        kept = Kept(self.scores, KEPT_TOKENS, KEPT_TOKENS) if KEPT in parts else None
+        partition = Partition(None, "delay" in parts, "joint" in parts, kept)
         op = ours(macchiato_attention, **options)
 
         def with_sinks(*xs: Tensor) -> Tensor:
             *near, far_q, keys, values = xs
-            sinks = Sinks(far_q, keys, values, mask)
+            sinks = Sinks(far_q, keys, values, self.mask)
             return op(*near, partition=partition._replace(sinks=sinks))
 
         if "sinks" in parts:
-            return OpCall(with_sinks, inputs + far, dy, case)
+            return OpCall(with_sinks, self.inputs + self.far, self.dy, case)
         op = ours(macchiato_attention, partition=partition, **options)
-        return OpCall(op, inputs, dy, case)
+        return OpCall(op, self.inputs, self.dy, case)
 
-    sides = {CONVERTED: side(*ALONE.values(), case=f"converted, L = {L}, D = {D}"), BASE: side()}
-    sides |= {name: side(part) for name, part in ALONE.items()}
-    sides[FLASH] = flash_side(at, inputs[2:], dy)
+
+def converted_point(at: gpu.Place, T: int) -> Point:
+    """Sinks, delay and joint together, each alone, and none."""
+    layer = Converted(at, T)
+    case = f"converted, L = {SMOLLM2['L']}, D = {SMOLLM2['D']}"
+    sides = {CONVERTED: layer.side(*ALONE.values(), case=case), BASE: layer.side()}
+    sides |= {name: layer.side(part) for name, part in ALONE.items()}
+    sides[FLASH] = flash_side(at, layer.inputs[2:], layer.dy)
     return Point({"B": 1, "T": T, **SMOLLM2}, sides, T / TOKENS)
 
 
@@ -403,6 +421,22 @@ def converted_goals(mode: str, rows: Sequence[Row]) -> list[Goal]:
     name = f"converted {mode}: time over that without sinks, delay and joint, worst length"
     faster = flash_goals(mode, rows, CONVERTED, {4096: 1.0, 32768: 8.0})
     return worst(name, 1.5, more, False) + faster
+
+
+def kept_point(at: gpu.Place, T: int) -> Point:
+    """The converted layer with kept tokens, without them, and softmax attention."""
+    layer = Converted(at, T)
+    case = f"kept, L = {SMOLLM2['L']}, D = {SMOLLM2['D']}"
+    sides = {KEPT: layer.side(*ALONE.values(), KEPT, case=case)}
+    sides[CONVERTED] = layer.side(*ALONE.values())
+    sides[FLASH] = flash_side(at, layer.inputs[2:], layer.dy)
+    return Point({"B": 1, "T": T, **SMOLLM2}, sides, T / TOKENS)
+
+
+def kept_goals(mode: str, rows: Sequence[Row]) -> list[Goal]:
+    """At most 1.6 times the time without them, at 16,384 tokens."""
+    more = inverse(over(select(rows, T=16384), KEPT, (CONVERTED,)))
+    return worst(f"kept {mode}: time over that without kept tokens, T = 16384", 1.6, more, False)
 
 
 # --- the RG-LRU and the convolution --------------------------------------------------------------
@@ -455,6 +489,7 @@ PARTS = {
     LATTE: Part(latte_sizes, latte_point, latte_goals, "times_latte", 0.15),
     "macchiato": Part(lengths, macchiato_point, macchiato_goals, "times_macchiato", 0.3),
     "converted": Part(lengths, converted_point, converted_goals, "times_converted", 0.2),
+    "kept": Part(kept_lengths, kept_point, kept_goals, "times_kept", 0.2),
     "rglru": Part(rglru_sizes, rglru_point, rglru_goals, "times_ours", 0.2),
 }
 

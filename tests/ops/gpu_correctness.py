@@ -38,6 +38,7 @@ from tests.ops.opdb import judge as judge_all
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SIZES = {"H": 8, "G": 8, "L": 32, "K": 64, "D": 64, "W": 128, "n": 4, "E": 1024, "C": 3}
+SIZES |= {"count": 64, "block": 64}
 # Other widths, fewer key/value heads, the smallest padded sizes.
 OTHERS = (
     {"H": 8, "G": 2, "L": 16, "K": 128, "D": 128, "E": 768, "C": 4},
@@ -45,6 +46,7 @@ OTHERS = (
     {"H": 3, "G": 1, "L": 3, "K": 40, "D": 72, "E": 100, "C": 3},
 )
 QUICK = SIZES | {"H": 2, "G": 1, "L": 3, "K": 8, "D": 5, "E": 12}
+QUICK |= {"count": 3, "block": 4}
 MODERATE, LONG = 777, 65536
 HUGE = 2**31 + 2**24  # elements of the largest input
 STATE_ERROR = {torch.bfloat16: 2e-3, torch.float16: 1e-3}  # of an fp32 state, relative
@@ -58,12 +60,12 @@ TAIL = 4096  # tokens of the huge check that are computed again from the state b
 
 # The rows of the table that are checked. Those with sinks have a window that is no multiple of a
 # chunk, and short enough for a quick run.
-FAR_WINDOW = {"converted": 50, "window-sinks": 50}
+FAR_WINDOW = {"converted": 50, "window-sinks": 50, "kept": 50}
 CASES = {
     name: OPS[name]
     for name in (
         *("latte", "forgetting", "bidirectional", "macchiato", "macchiato-forgetting", "window"),
-        *("converted", "window-sinks", "rg_lru", "conv"),
+        *("converted", "kept", "kept-window", "window-sinks", "rg_lru", "conv"),
     )
 }
 

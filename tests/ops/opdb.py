@@ -45,7 +45,6 @@ F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float1
 SIZES = {"H": 4, "G": 2, "L": 3, "K": 6, "D": 5, "W": 8, "n": 3, "E": 5, "C": 3}
 EVERY = ("reference", "torch", "cpu", "triton")
 NOT_NATIVE = ("reference", "torch", "triton")
-NOT_TRITON = ("reference", "torch", "cpu")
 PYTORCH = ("reference", "torch")
 
 Sizes = dict[str, int]
@@ -190,7 +189,8 @@ def after_some(state: Callable[..., Any]) -> Callable[..., Any]:
 
 def held_tokens(normal: Normal, N: int, s: Sizes, latents: bool = True) -> KeptState:
     """Some tokens read; in every sequence the last kept place is empty."""
-    n, W, C = KEPT_OPTIONS["count"], s["W"], KEPT_OPTIONS["block"]
+    n, C = (s.get(name, number) for name, number in KEPT_OPTIONS.items())
+    W = s["W"]
     letters = ["GK", "GD", "G"]
     k, v, r = (normal(N, n + W + C - 1, *(s[c] for c in x)) for x in letters)
     seen = torch.arange(N, device=k.device) + W + 9 * C
@@ -387,7 +387,6 @@ OPS: dict[str, Op] = {
         with_kept(macchiato_attention),
         MACCHIATO | DECAY | SINKS,
         kept_state,
-        NOT_TRITON,
         packed_states=False,
         gaps=True,
         latent_keys="latent_k",
@@ -397,7 +396,6 @@ OPS: dict[str, Op] = {
         with_kept(sliding_window_attention),
         WINDOW,
         held_window,
-        NOT_TRITON,
         packed_states=False,
         gaps=True,
         options=dict(KEPT_OPTIONS),
@@ -608,6 +606,7 @@ class Bench(NamedTuple):
         """The output, and the final state if ``output_final_state``."""
         fixed = {"window": self.sizes["W"]} if self.op.local else {}
         given = dict(zip(self.op.inputs, inputs, strict=True)) | fixed | self.op.options
+        given |= {x: self.sizes[x] for x in KEPT_OPTIONS.keys() & given.keys() & self.sizes.keys()}
         if state is not None:
             given["initial_state"] = state
         return self.op.run(**given, backend=self.backend, **options)

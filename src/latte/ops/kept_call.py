@@ -17,9 +17,16 @@ from latte.ops.kept import Kept, KeptLatents, KeptState, comparable
 from latte.ops.state import LatteState, MacchiatoState, SeenSinks, Sinks, total_log_decay
 from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, nothing_out
 from latte.ops.torch_backend import kept as torch_kept
+from latte.ops.triton_backend import kept as triton_kept
+from latte.ops.triton_backend.launch import window_unavailable
 
 # The backends that have kept tokens.
-KEPT: dict[str, Any] = {"reference": reference_kept, "torch": torch_kept, "cpu": native_kept}
+KEPT: dict[str, Any] = {
+    "reference": reference_kept,
+    "torch": torch_kept,
+    "cpu": native_kept,
+    "triton": triton_kept,
+}
 
 
 def check_kept(
@@ -197,8 +204,13 @@ def attend(
             none = torch.zeros_like(state.latent_keys, dtype=latents.log_decay.dtype)
             state = state._replace(log_decay=none)
     every = (*qkv, *(sinks or ())[:3], *(latents or ()), *(state or ()))
+
+    def refusal() -> str | None:
+        L = 1 if latents is None else latents.k.shape[-1]
+        return window_unavailable(q, window, q.shape[-1], v.shape[-1], L)
+
     named = f"{op} with kept tokens"
-    chosen = choose(named, backend, KEPT, q.device, lambda: None, inputs=every)
+    chosen = choose(named, backend, KEPT, q.device, refusal, inputs=every)
     if chosen != "reference":
         check_tangents(op, *every)
     if B * T == 0:
@@ -241,6 +253,9 @@ def attend(
         before = None if state is None else state.seen
         seen = SeenSinks.of(sinks._replace(position=before), window, sequences)
         view = view._replace(sink_mask=sinks.mask, sinks_seen=seen.seen)
-    out, *found = isolated(run, view, given)
+    # Kernels keep sequences apart, but decays are summed over all packed ones.
+    summed = sequences.cu_seqlens is not None and latents is not None
+    apart = chosen == "triton" and not (summed and latents.log_decay is not None)
+    out, *found = run(*given.values()) if apart else isolated(run, view, given)
     last = KEPT[chosen].state_after(plan, k, v, state, latents) if output_final_state else None
     return out, LatteState(*found) if found else None, last

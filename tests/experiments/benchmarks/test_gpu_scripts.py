@@ -84,6 +84,20 @@ def test_converted(tmp_path):
     assert {g["target"] for g in goals} == {"<= 1.5"}
 
 
+def test_kept(tmp_path):
+    """Beside the same layer without kept tokens; a quick run is too short for the goal."""
+    rows = rows_of(gpu_ops, "kept", tmp_path, TIMES | {"side", "mode", "times_kept", "expected_ms"})
+    sides = {"kept", "converted", "flash"}
+    assert {(r["mode"], r["side"]) for r in rows} == {(m, s) for m in MODES for s in sides}
+    assert all(float(r["expected_ms"]) > 0 for r in rows if r["side"] == "kept")
+    rows = [
+        {"T": 16384, "L": 16, "side": s, "median_ms": x}
+        for s, x in (("kept", 3.0), ("converted", 2.0))
+    ]
+    (goal,) = gpu_ops.kept_goals(MODES[0], rows)
+    assert goal.met
+
+
 def test_flex_window_is_the_window(tmp_path):
     from latte.ops import sliding_window_attention
 
@@ -173,6 +187,8 @@ def test_checks_in_processes_of_their_own(tmp_path, monkeypatch, capfd):
         pytest.param("macchiato:float16", marks=pytest.mark.slow),
         "macchiato-forgetting:float16",
         "converted:float32",
+        pytest.param("kept:float32", marks=pytest.mark.slow),
+        "kept-window:float32",
         pytest.param("window-sinks:float32", marks=pytest.mark.slow),
         pytest.param("rg_lru:float32", marks=pytest.mark.slow),
         "huge",

@@ -22,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from latte.ops import (
+    Kept,
     LatteState,
     Partition,
     Sinks,
@@ -79,6 +80,7 @@ def launching(instead: Callable[..., None], capability: int = 90) -> Iterator[py
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         name, sizes = self.__name__, tuple(grid)
         name += "_earlier" if options.get("EARLIER") else ""  # for the keys of the earlier state
+        name += "_kept" if options.get("KEPT") else ""  # for those of kept tokens
         assert len(sizes) <= 3 and all(type(n) is int for n in sizes), (name, sizes)
         assert all(0 < n <= most for n, most in zip(sizes, LARGEST_GRID, strict=False)), sizes
         instead(name, self, args, options | {"grid": grid})
@@ -121,6 +123,8 @@ class Case(NamedTuple):
     sinks: int = 0
     delay: bool = False
     joint: bool = False
+    kept: int = 0  # tokens
+    block: int = 64  # from one update of them to the next
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -168,6 +172,11 @@ class Case(NamedTuple):
         mask = torch.ones(N, n, dtype=torch.bool)
         return Sinks(self.randn(B, T, H, K), keys, values, mask, None)
 
+    def chosen(self) -> Kept | None:
+        """Kept tokens."""
+        B, T, _, G = self.sizes
+        return Kept(torch.randn(B, T, G), self.kept, self.block) if self.kept else None
+
     def local(self, window: int, N: int = 2) -> WindowState:
         _, _, _, G = self.sizes
         keys = self.randn(N, window - 1, G, self.K or self.D)
@@ -194,7 +203,7 @@ def macchiato(case: Case) -> tuple[Any, list[Tensor]]:
     if case.causal and case.kind != "plain":
         latents, local = case.latents(), case.local(window)
         # Packed sequences whose window's mass is wanted carry on one by one.
-        if not (case.joint and case.kind == "packed"):
+        if not (case.joint and case.kind == "packed" or case.kept):
             both = (latents, local)
             if case.delay:
                 keys, values = case.randn(2, window, H, case.L), case.randn(2, window, G, case.D)
@@ -206,7 +215,7 @@ def macchiato(case: Case) -> tuple[Any, list[Tensor]]:
     sinks = case.far(K)
     state = (*state, *(sinks[:3] if sinks else ()))
     options |= {"window": window, "softcap": case.softcap, "causal": case.causal}
-    options["partition"] = Partition(sinks, case.delay, case.joint)
+    options["partition"] = Partition(sinks, case.delay, case.joint, case.chosen())
     state = (*state, *case.decays(options))
     return macchiato_attention(*inputs, **options), [*inputs, *state]
 
@@ -216,12 +225,13 @@ def window(case: Case) -> tuple[Any, list[Tensor]]:
     K, window = case.K or case.D, 1 if case.one else case.window
     inputs = [case.randn(B, T, H, K), case.randn(B, T, G, K), case.randn(B, T, G, case.D)]
     options, state = case.options(), ()
-    if case.kind != "plain":
+    if case.kind != "plain" and not case.kept:
         options |= {"initial_state": (local := case.local(window)), "output_final_state": True}
         state = local[:2]
     sinks = case.far(K)
     state = (*state, *(sinks[:3] if sinks else ()))
-    options |= {"window": window, "softcap": case.softcap, "partition": Partition(sinks)}
+    options |= {"window": window, "softcap": case.softcap}
+    options["partition"] = Partition(sinks, kept=case.chosen())
     return sliding_window_attention(*inputs, **options), [*inputs, *state]
 
 
@@ -280,6 +290,8 @@ def name(case: Case) -> str:
     return "-".join([case.op, str(case.dtype).removeprefix("torch."), *parts])
 
 
+FAR: dict[str, Any] = {"sinks": 4, "delay": True, "joint": True}
+KEPT = FAR | {"kept": 64}
 COMMON = [
     Case("latte", BF16),
     Case("latte", BF16, cut=True),
@@ -297,6 +309,7 @@ COMMON = [
     Case("macchiato", BF16, "plain", L=16, D=96, causal=False),  # products over 16 latents
     Case("macchiato", FP32, "plain", L=3, D=5, causal=False),
     Case("macchiato", BF16, "plain", D=128, forgets=True),
+    Case("macchiato", BF16, "plain", L=16, heads=(9, 3), window=128, **KEPT),
     Case("window", BF16, "plain", D=256, sinks=4),  # Gemma's width of a head
     Case("window", BF16, softcap=20.0),
     Case("window", BF16, "plain", L=1, D=64, one=True),
@@ -339,15 +352,19 @@ def rare() -> Iterator[Case]:
             for D in (64, 128):
                 yield Case("macchiato", dtype, L=L, D=D, cut=True, softcap=20.0, forgets=True)
         yield Case("latte", dtype, L=31, D=63, strided=True)
-        far = {"sinks": 4, "delay": True, "joint": True}
         for L in LATENTS:
             for D in (64, 128, 256):
-                yield Case("macchiato", dtype, L=L, D=D, softcap=20.0, **far)
-        yield Case("macchiato", dtype, "plain", L=3, D=5, cut=True, **far)
-        yield Case("macchiato", dtype, "state", L=16, D=96, cut=True, **far)
-        yield Case("macchiato", dtype, "plain", cut=True, forgets=True, **far)
-        for one in ("sinks", "delay", "joint"):
-            yield Case("macchiato", dtype, "plain", **{one: far[one]})
+                yield Case("macchiato", dtype, L=L, D=D, softcap=20.0, **FAR)
+        for L, D in [(16, 64), (64, 64), (32, 128), (256, 64), (3, 5)]:
+            yield Case("macchiato", dtype, "plain", L=L, D=D, softcap=20.0, **KEPT)
+        yield Case("macchiato", dtype, forgets=True, **KEPT)
+        for D in (64, 256):
+            yield Case("window", dtype, D=D, kept=64)
+        yield Case("macchiato", dtype, "plain", L=3, D=5, cut=True, **FAR)
+        yield Case("macchiato", dtype, "state", L=16, D=96, cut=True, **FAR)
+        yield Case("macchiato", dtype, "plain", cut=True, forgets=True, **FAR)
+        for one in FAR:
+            yield Case("macchiato", dtype, "plain", **{one: FAR[one]})
         for D in (64, 128, 256):
             yield Case("window", dtype, D=D, softcap=20.0)
             yield Case("window", dtype, D=D, softcap=20.0, sinks=4)
@@ -358,8 +375,11 @@ def rare() -> Iterator[Case]:
     yield Case("latte", BF16, "plain", L=1, D=1, cut=True, one=True)
     yield Case("macchiato", BF16, cut=True, softcap=20.0)
     yield Case("macchiato", BF16, "plain", L=1, D=1, one=True)
-    yield Case("macchiato", BF16, "plain", L=1, D=1, one=True, **(far | {"sinks": 1}))
-    yield Case("macchiato", BF16, strided=True, L=31, D=63, **far)
+    yield Case("macchiato", BF16, "plain", L=1, D=1, one=True, **(FAR | {"sinks": 1}))
+    yield Case("macchiato", BF16, strided=True, L=31, D=63, **FAR)
+    yield Case("macchiato", BF16, "plain", L=31, D=63, strided=True, **KEPT)
+    one_kept = KEPT | {"sinks": 1, "kept": 1, "block": 1}
+    yield Case("macchiato", BF16, "plain", L=1, D=1, one=True, **one_kept)
     for D in (5, 256):
         yield Case("window", BF16, D=D, softcap=20.0)
     for cut in (False, True):

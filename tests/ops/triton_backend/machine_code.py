@@ -206,11 +206,17 @@ TRIPS = {
     "window_outputs": 2,
     "window_query_gradients": 3,
     "window_source_gradients": 3,
+    # Kept tokens are one more chunk; three heads read the same ones.
+    "kept_outputs": 4,
+    "kept_query_gradients": 4,
+    "kept_source_gradients": 9,
+    "kept_source_gradients_kept": 3,
 }
 TOKENS = 65536
 RARELY = dict.fromkeys(WALKS, ("token_ref_ptr", "token_mass_ptr"))  # of tokens beyond reach
 TAILS = ("final_tail", "tail_gradients")  # which read the ends of their inputs
 BACKWARD = ("back", "gradients", "query_walk", "source_walk", "queries_ask", "add_up", "add_sinks")
+BACKWARD += ("add_kept",)
 
 
 class Row(NamedTuple):

@@ -24,7 +24,8 @@ def test_under_the_interpreter(part, request):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     selected = request.config.getoption("markexpr")
     files = sorted(str(path) for path in HERE.glob("test_kernels_*.py"))
-    files = files if part == "kernels" else [str(HERE.parent / "test_laws.py")]
+    if part == "laws":
+        files = [str(HERE.parent / name) for name in ("test_laws.py", "test_kept.py")]
     done = subprocess.run(
         [*command, "-p", "no:xdist", "-m", selected, *files],
         env=environment,

@@ -63,6 +63,10 @@ LATTE_WALKS = ("walk", "query_walk", "source_walk")
 WINDOW = ("window_outputs", "window_query_gradients", "window_source_gradients")
 EARLIER = "window_source_gradients_earlier"
 SINKS = ("sink_gradients", "add_sinks")
+KEPT = ("kept_outputs", "kept_query_gradients", "kept_source_gradients")
+KEPT += ("kept_source_gradients_kept", "add_kept")
+CHOICE = ("walk_choice", "join_choices")
+LATE = ("late_sums", "late_gradients")
 LRU_CHUNKS = ("ends", "carry", "apply", "ends_back", "apply_back")
 LRU_WALKS = ("lru_walk", "lru_walk_back")
 CONVOLUTION = ("convolve", "final_tail", "convolve_back", "tail_gradients")
@@ -109,8 +113,10 @@ def most_stack(
         return 128 if beside and common and not cut else most
     if kernel == "macchiato_walk":
         return 128 if common and not uneven else 1024 if dtype == BF16 else 4096
-    if kernel == "add_sinks":
+    if kernel in ("add_sinks", "add_kept", *CHOICE, *LATE):
         return 0
+    if kernel in KEPT:
+        return most_stack_of_kept(kernel, dtype, L, D)
     if kernel in (*WINDOW, EARLIER, SINKS[0]):
         if dtype != BF16:
             return 1600 if kernel == WINDOW[0] and D > 128 else 640
@@ -123,6 +129,11 @@ def most_stack(
         return 8
     assert kernel in (*LRU_CHUNKS, *LRU_WALKS, *CONVOLUTION), kernel
     return 0
+
+
+def most_stack_of_kept(kernel: str, dtype: torch.dtype, L: int, D: int) -> int:
+    """:func:`most_stack` of the kernels of kept tokens."""
+    return 10**6
 
 
 def compiling(launched: list[Resources], card: int) -> Any:
@@ -153,6 +164,10 @@ def expected(case: Case) -> set[str]:
         state = ("final_tail",) if case.taps > 1 else ()
         state += ("tail_gradients",) if state and case.kind != "plain" else ()
         return {"convolve", "convolve_back", *state}
+    if case.kept:
+        latents = {*LATE, "scan", "scan_back"} if case.op == "macchiato" else set()
+        cut = case.sizes[1] > launch.SHORTEST_CHOICE * case.block
+        return {*KEPT, *CHOICE[: 1 + cut]} | latents
     goes_on = case.kind != "plain" and not (case.joint and case.kind == "packed")
     earlier = {EARLIER} if case.causal and goes_on and not case.one else set()
     earlier |= {*SINKS} if case.sinks else set()

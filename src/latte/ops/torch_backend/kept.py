@@ -17,6 +17,7 @@ keys, n sinks, X = B G z, K key width, D value width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -175,6 +176,74 @@ class Layout(NamedTuple):
         return without_masked(self.slot < self.S, y_BSX[row, at.clamp_max(y_BSX.shape[1] - 1)])
 
 
+def _largest(keys: Tensor, index: Tensor, count: int, nothing: float) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest keys, ``nothing`` at least, and their index; first of equal ones."""
+    if (missing := count - keys.shape[-1]) > 0:
+        keys, index = F.pad(keys, (0, missing), value=nothing), F.pad(index, (0, missing))
+    keys, order = keys.sort(dim=-1, descending=True, stable=True)
+    return keys[..., :count].clamp_min(nothing), index.gather(-1, order[..., :count])
+
+
+# What a source that is no candidate is sorted by, by dtype. One that is never kept comes after it.
+NOTHING = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
+
+
+class Choice(NamedTuple):
+    """Which slots are kept from each update to the next, after what was kept before the call.
+
+    Attributes:
+        kept: Slots, (B, G, Z+1, N), the largest first.
+        kept_there: Whether there is one, bool.
+        late: Slots of what leaves, or is no longer kept, at an update, (B, G, Z, C).
+        late_there: Whether there is one, bool.
+    """
+
+    kept: Tensor
+    kept_there: Tensor
+    late: Tensor
+    late_there: Tensor
+
+
+def choose(keys_BGS: Tensor, layout: Layout, window: int, count: int) -> Choice:
+    """The choice by keys, in time that grows with T log T: by merges of 1, 2, 4 ... blocks."""
+    (B, G, _), Z, C, N = keys_BGS.shape, layout.blocks, layout.C, count
+    nothing, device = NOTHING[keys_BGS.dtype], keys_BGS.device
+    # The sources that leave at each update, the newest first.
+    block = torch.arange(Z, device=device)
+    slots = layout.front - window + C * block[:, None] - torch.arange(C, device=device)
+    inside = slots >= N
+    if layout.age is not None:
+        inside = inside & (slots >= layout.front + C * (block - layout.age)[:, None])
+    slots = slots.clamp_min(N)
+    leaving, slots = keys_BGS[..., slots].masked_fill(~inside, nothing), slots.expand(B, G, Z, C)
+    best, index = (
+        torch.cat([x[..., None, :], y], 2)
+        for x, y in zip(
+            (keys_BGS[..., :N], torch.arange(N, device=device).expand(B, G, N)),
+            _largest(leaving, slots, N, nothing),
+            strict=True,
+        )
+    )
+    step = 1
+    while step <= Z:
+        earlier = best[:, :, :-step]
+        if layout.age is not None:
+            earlier = earlier.masked_fill((layout.age[step - 1 :] < step)[:, None], nothing)
+        merged = torch.cat([best[:, :, step:], earlier], -1)
+        both = torch.cat([index[:, :, step:], index[:, :, :-step]], -1)
+        merged, both = _largest(merged, both, N, nothing)
+        best = torch.cat([best[:, :, :step], merged], 2)
+        index = torch.cat([index[:, :, :step], both], 2)
+        step *= 2
+    earlier = best[:, :, :-1]
+    if layout.age is not None:
+        earlier = earlier.masked_fill((layout.age == 0)[:, None], nothing)
+    # Of what was kept and what leaves, the latents read all but the N largest: C sources.
+    order = torch.cat([leaving, earlier], -1).sort(dim=-1, descending=True, stable=True)
+    late = torch.cat([slots, index[:, :, :-1]], -1).gather(-1, order.indices)[..., N:]
+    return Choice(index, best > nothing, late, order.values[..., N:] != nothing)
+
+
 class Plan(NamedTuple):
     """Which sources each block of queries reads, and what is held after the call.
 
@@ -204,11 +273,12 @@ class Plan(NamedTuple):
         sequences: Sequences,
         state: KeptState | None,
         sinks: Sinks | None,
+        choose: Callable[[Tensor, Layout, int, int], Choice] = choose,
     ) -> Plan:
-        """The plan of a call with T > 0."""
+        """The plan of a call with T > 0. Other backends have a :func:`choose` of their own."""
         layout = Layout.of(kept, window, sequences, state)
         scores, (B, T, G), ids = comparable(kept.scores), kept.scores.shape, layout.ids
-        Z, C, N, S, device = layout.blocks, layout.C, kept.count, layout.S, scores.device
+        Z, N, S, device = layout.blocks, kept.count, layout.S, scores.device
         position = token_positions(scores, *sequences[:2])
         position = position if state is None else position + state.seen[:, None]
         if sequences.key_mask is not None:
@@ -231,51 +301,18 @@ class Plan(NamedTuple):
             candidate = there & ~((positions[..., None] == n) & mask[:, :, None]).any(-1)
 
         # What scores are sorted by: first them, then what is no candidate, then what is never kept.
-        nothing = torch.finfo(scores.dtype).min
+        nothing = NOTHING[scores.dtype]
         keys = torch.where(scores.isneginf(), scores, scores.clamp_min(nothing / 2))
         keys = torch.where(candidate, keys, nothing).mT  # (B, G, S)
-        # The sources that leave at each update, the newest first.
+        index, there_after, late, late_there = choose(keys, layout, window, N)
         block = torch.arange(Z, device=device)
-        slots = layout.front - window + C * block[:, None] - torch.arange(C, device=device)
-        inside = slots >= N
-        if layout.age is not None:
-            inside = inside & (slots >= layout.front + C * (block - layout.age)[:, None])
-        slots = slots.clamp_min(N)
-        leaving, slots = keys[..., slots].masked_fill(~inside, nothing), slots.expand(B, G, Z, C)
-        # The largest up to each block, after what the state holds: merges of 1, 2, 4 ... blocks.
-        best, index = (
-            torch.cat([x[..., None, :], y], 2)
-            for x, y in zip(
-                (keys[..., :N], torch.arange(N, device=device).expand(B, G, N)),
-                _largest(leaving, slots, N, nothing),
-                strict=True,
-            )
-        )
-        step = 1
-        while step <= Z:
-            earlier = best[:, :, :-step]
-            if layout.age is not None:
-                earlier = earlier.masked_fill((layout.age[step - 1 :] < step)[:, None], nothing)
-            merged = torch.cat([best[:, :, step:], earlier], -1)
-            both = torch.cat([index[:, :, step:], index[:, :, :-step]], -1)
-            merged, both = _largest(merged, both, N, nothing)
-            best = torch.cat([best[:, :, :step], merged], 2)
-            index = torch.cat([index[:, :, :step], both], 2)
-            step *= 2
-        earlier = best[:, :, :-1]
-        if layout.age is not None:
-            earlier = earlier.masked_fill((layout.age == 0)[:, None], nothing)
-        # Of what was kept and what leaves, the latents read all but the N largest: C sources.
-        order = torch.cat([leaving, earlier], -1).sort(dim=-1, descending=True, stable=True)
-        late = torch.cat([slots, index[:, :, :-1]], -1).gather(-1, order.indices)[..., N:]
         final = layout.final[:, None, None] if ids is None else layout.final[layout.block_ids]
-        late_there = (order.values[..., N:] != nothing) & (block <= final)[..., None]
+        late_there = late_there & (block <= final)[..., None]
         begun = late_there.any(-1).long().cumsum(2)
         if layout.age is not None:
             begun = begun - F.pad(begun, (1, 0))[..., block - layout.age]
 
         # What is kept after the call: the last choice.
-        there_after = best > nothing
         if ids is None:
             last = (layout.final + 1).view(-1, 1, 1, 1).expand(B, G, 1, N)
             after, after_there = (x.gather(2, last)[:, :, 0] for x in (index, there_after))
@@ -318,14 +355,6 @@ class Plan(NamedTuple):
             return self.begun
         earlier = ~latents.log_mass.unflatten(1, (self.begun.shape[1], -1)).isneginf()
         return self.begun | earlier.flatten(2).any(2, keepdim=True)
-
-
-def _largest(keys: Tensor, index: Tensor, count: int, nothing: float) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest keys, ``nothing`` at least, and their index; first of equal ones."""
-    if (missing := count - keys.shape[-1]) > 0:
-        keys, index = F.pad(keys, (0, missing), value=nothing), F.pad(index, (0, missing))
-    keys, order = keys.sort(dim=-1, descending=True, stable=True)
-    return keys[..., :count].clamp_min(nothing), index.gather(-1, order[..., :count])
 
 
 class KeptCall(NamedTuple):
@@ -818,8 +847,12 @@ def attention(
     state: KeptState | None,
     sinks: Sinks | None,
     latents: KeptLatents | None,
+    op: Any = kept_op,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The output, and with latents their log-mass and mean after the call."""
+    """The output, and with latents their log-mass and mean after the call.
+
+    ``op`` takes a :class:`KeptCall` and returns as :data:`kept_op`, which other backends replace.
+    """
     layout, none = plan.layout, (None, None)
     keys, values = none if state is None else (state.keys, state.values)
     inputs = layout.queries(q_BTHK), layout.laid(k_BTGK, keys), layout.laid(v_BTGD, values)
@@ -843,7 +876,7 @@ def attention(
     numbers: Any = (local.window, layout.C, local.scale, local.softcap)
     ends = (layout.age, layout.ends, lost)
     given: Any = (*inputs, *late, *far)
-    out, A, mean, *_ = kept_op(
+    out, A, mean, *_ = op(
         *KeptCall(*given, plan.sinks_seen, *found, plan.heard(latents), *ends, *numbers)  # type: ignore[call-arg]
     )
     out = layout.back(out)

@@ -176,6 +176,13 @@ FARTHEST_TOKENS = 1 << 24
 # The sums over chunks of the gradients of sinks: U chunks at a time, and the tile of a width.
 SINK_SUMS = {"U": 32, "BX": 64, "num_warps": 4}
 
+# The choice of kept tokens: number of candidates that are compared with as many at a time, and the
+# fewest blocks of a segment.
+CHOICE = {"BN": 64, "num_warps": 4}
+SHORTEST_CHOICE = 16
+# The sums over blocks of the gradients of kept tokens: U blocks at a time, and the tile of a width.
+ADD_KEPT = {"U": 16, "BX": 64, "num_warps": 4}
+
 
 class MacchiatoTiles(NamedTuple):
     """``macchiato_walk``, beside the chunk of ``Walk``."""
