@@ -223,17 +223,24 @@ def _sampling(add: Any, sampled: str) -> None:
     add("--seed", type=int, help=f"seed: the same seed gives the same {sampled}")
 
 
+def _reading(add: Any, purpose: str) -> None:
+    """The options of a document that is read once. `purpose` says what for."""
+    add("--read", metavar="FILE", help=f"document to {purpose}: read once, its state is a file")
+    add("--state-dir", metavar="DIR", help="folder of that state; by default the document's")
+
+
 def _generate(command: Any) -> None:
     add = command(
         commands.generate,
         "continue a prompt, streaming",
         "Prints the prompt and its continuation while it is generated. To ask several prompts about"
-        " a document, read it once with --file and --save-state, then use --state.",
+        " a document, name it with --read: it is read once.",
     ).add_argument
     add("checkpoint", help=RUN)
     add("--plugins", **PLUGINS)
     add("--prompt", default="", help="text to continue")
     add("--file", help="document to read before the prompt, not printed; the first of several")
+    _reading(add, "continue, or to answer the prompt about where there is a chat template")
     add("--state", help="file written by --save-state, to continue from")
     add("--save-state", help="write the state after document and prompt to this new file")
     add("--force", action="store_true", help="replace the file of --save-state if it exists")
@@ -261,6 +268,8 @@ def _chat(command: Any) -> None:
     add("--plugins", **PLUGINS)
     add("--system", default="", help="system message; the template's own if it is left out")
     add("--file", help="document to talk about; the first of several")
+    _reading(add, "talk about")
+    add("--apart", action="store_true", help="answer each message without those before it")
     add("--max-new-tokens", type=int, default=512, help="largest number of tokens of an answer")
     _sampling(add, "answers")
     add("--device", help=DEVICE)
