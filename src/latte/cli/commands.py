@@ -36,11 +36,13 @@ def evaluate(options: Namespace) -> int:
     evaluation = Evaluation.of(options.checkpoint, **shared)
     if options.tasks is not None:
         own = picked(options, "limit", "num_fewshot", "batch_size", "max_length", "bf16")
+        own |= picked(options, "corpus", "field", "seed") | {"chat": options.chat_template}
+        own |= {} if options.lengths is None else {"lengths": options.lengths}
         print(evaluation.on_tasks(options.tasks, **own))
         return 0
     text = picked(options, "corpus", "field", "join", "max_tokens")
     scoring = picked(options, "segment", "batch_tokens", "bf16", "positions", "context_parallel")
-    found = evaluation.on_text(options.lengths, **text, **scoring)
+    found = evaluation.on_text(options.lengths or [256, 1024, 4096], **text, **scoring)
     if found is not None:  # under torchrun only one process prints
         print(found)
     return 0

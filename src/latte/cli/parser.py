@@ -179,16 +179,27 @@ def _evaluate(command: Any) -> None:
         " held-out text of the run that made the checkpoint",
     )
     add("--field", default="text", help="JSON field or Parquet column of the text")
-    add("--lengths", type=integers, default=[256, 1024, 4096], help="context lengths in tokens")
+    add(
+        "--lengths",
+        type=integers,
+        help="context lengths in tokens, 256,1024,4096 by default; of niah 1024,4096",
+    )
     add("--positions", type=integers, default=[], help="positions that divide each window's scores")
     add(
         "--join", action="store_true", help="join all documents, for contexts longer than documents"
     )
     add("--max-tokens", type=int, help="approximate number of tokens to score; all by default")
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness").add_argument
-    tasks("--tasks", type=names, help="names of tasks or YAML files, separated by commas")
+    tasks(
+        "--tasks",
+        type=names,
+        help="names of tasks or YAML files, separated by commas; niah: facts in long texts, made"
+        " from the corpus",
+    )
     tasks("--limit", type=int, help="number of documents per task; all by default")
     tasks("--num-fewshot", type=int, help="number of examples per question; by default the task's")
+    tasks("--chat-template", action="store_true", help="put prompts into the chat template")
+    tasks("--seed", type=int, default=0, help="seed of the cases of niah")
     tasks("--batch-size", type=int, default=8, help="number of prompts in a batch")
     tasks(
         "--max-length",

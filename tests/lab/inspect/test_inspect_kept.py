@@ -1,4 +1,4 @@
-"""What a model keeps: the tables, the page, the figure and the lines say the same of made-up states.
+"""What a model keeps: tables, page, figure and lines say the same of made-up states.
 
 Shape suffixes: N kept tokens, M slots, G groups.
 """
@@ -114,9 +114,7 @@ def test_a_models_own(make_model, tmp_path):
         **{"kept_tokens": 4, "kept_block": 4, "delay_latents": True, "joint_softmax": True},
     )
     inspection = inspect_model(model, byte_tokenizer(), "the mean of all " * 8, shown=32, read=96)
-    assert list(inspection.kept) == [0, 1] and set(FILES) <= set(
-        write_report(inspection, tmp_path)
-    )
+    assert list(inspection.kept) == [0, 1] and set(FILES) <= set(write_report(inspection, tmp_path))
     for found in inspection.kept.values():
         assert found.positions_NG.shape == (4, found.groups)
         assert bool((found.positions_NG >= 0).all()) and found.window <= 96 - 16 + 1
