@@ -41,6 +41,18 @@ def cases(name, material, prompts, length, **options):
     return needles.make_cases(name, material, prompts, length, **{"cases": 4, "seed": 3, **options})
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["One. Two is 3.5? Yes!\n\n  Four", "word " * 300, "x" * 1000, "a" + "b " * 900 + "c.", " \n "],
+)
+def test_pieces_are_the_text(text):
+    found = needles.Material([text], byte_tokenizer(), 10_000).pieces
+    assert "".join(found) == (text.strip() + "\n" if text.strip() else "")
+    assert all(len(piece.rstrip()) <= 402 for piece in found)
+    if text.startswith("One"):
+        assert found == ["One. ", "Two is 3.5? ", "Yes!\n\n  ", "Four\n"]
+
+
 @pytest.mark.parametrize("name", needles.TASKS)
 def test_cases_fill_their_length_and_no_more(material, prompts, name):
     """And ask the same at every length."""

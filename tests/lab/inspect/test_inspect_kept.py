@@ -20,6 +20,7 @@ from latte.lab.inspect.kept import (
     summary,
     write_kept,
 )
+from latte.lab.inspect.mixing import find_layers
 from latte.lab.inspect.report import inspect_model, write_report
 
 TOKENS = ["<s>", "the", " code", " is", " 74193", "\n", "</script>", " so", " it", " is"]
@@ -97,7 +98,7 @@ def test_models_without_kept_tokens_have_no_such_files(make_model, tmp_path):
     from latte.lab.data.tokenizers import byte_tokenizer
 
     model = make_model("latte-r-swa++")
-    assert collect_kept(model, [1, 2, 3], [0, 1]) == {}
+    assert collect_kept(model, [1, 2, 3], find_layers(model)) == {}
     inspection = inspect_model(model, byte_tokenizer(), "a text", shown=4, read=8)
     assert not inspection.kept and not set(write_report(inspection, tmp_path)) & set(FILES)
 

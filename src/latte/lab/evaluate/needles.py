@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,10 @@ SEVERAL = 4  # numbers of `keys` and `values`
 CHAIN = 5  # variables
 COMMON = 10  # words
 ROOM = 16  # tokens of an answer, beside twice those of the right one
+# A sentence or a line, or what is whole of it within 400 characters.
+SENTENCE = re.compile(
+    r"\S(?:.{0,400}?(?:(?<=[.!?])(?=\s)|\n|\Z)|.{0,400}(?=\s|\Z)|.{0,400})\s*", re.S
+)
 QUALITIES = (
     "amber bitter brave calm clever cold dusty eager faint gentle golden green hollow humble "
     "idle jolly keen late lively lucky narrow noble odd pale plain proud quick quiet rough "
@@ -102,16 +106,12 @@ class Material:
         self.tokenizer = tokenizer
         self.pieces: list[str] = []
         counts: list[int] = []
-        total = 0
-        for document in documents:
-            found = re.findall(r"\S.*?(?:[.!?](?=\s)|\n|$)\s*", document, re.S)
-            if not found:
-                continue
-            found[-1] = found[-1].rstrip() + "\n"
-            counts += map(self.count, found)
-            self.pieces += found
-            total += sum(counts[-len(found) :])
-            if total >= 4 * tokens:  # cases begin in different places
+        left = 4 * tokens  # cases begin in different places
+        for piece in itertools.chain.from_iterable(map(_sentences, documents)):
+            self.pieces.append(piece)
+            counts.append(self.count(piece))
+            left -= counts[-1]
+            if left <= 0:
                 break
         self.counts = np.asarray(counts, np.int64)
         words = re.findall(r"\b[a-z]{4,10}\b", "".join(self.pieces))
@@ -119,6 +119,13 @@ class Material:
 
     def count(self, text: str) -> int:
         return len(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _sentences(document: str) -> Iterator[str]:
+    """The pieces of a document, each with the white space after it; the last one ends a line."""
+    text = document.strip()
+    for match in SENTENCE.finditer(text):
+        yield match[0] if match.end() < len(text) else f"{match[0]}\n"
 
 
 class Prompts:

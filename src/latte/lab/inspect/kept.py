@@ -13,14 +13,14 @@ import html
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from latte.lab.evaluate.generate import read
 from latte.lab.evaluate.plots import canvas, save
@@ -92,7 +92,9 @@ class Token:
     highest: float
 
 
-def collect_kept(model: Any, ids: Sequence[int], layers: Iterable[int]) -> dict[int, KeptTokens]:
+def collect_kept(
+    model: Any, ids: Sequence[int], layers: Mapping[int, nn.Module]
+) -> dict[int, KeptTokens]:
     """What these layers keep after the tokens; none for a model that keeps none.
 
     Args:
@@ -100,15 +102,17 @@ def collect_kept(model: Any, ids: Sequence[int], layers: Iterable[int]) -> dict[
         layers: Layers by number, from 0.
     """
     sizes = getattr(model.config, "kept_sizes", lambda layer: None)
-    counts = {layer: size[0] for layer in layers if (size := sizes(layer)) is not None}
+    # Where not every layer of a model is of Latte, its caches count the others too.
+    places: dict[int, int] = {n: getattr(x, "layer_idx", n) for n, x in layers.items()}
+    counts = {n: size[0] for n, place in places.items() if (size := sizes(place)) is not None}
     if not counts:
         return {}
     cache = LatteCache(model.config)
     read(model, list(ids), cache)
     found = {}
-    for layer, count in counts.items():
-        state: Any = cache.layers[layer].state
-        found[layer] = KeptTokens.of_state(state.kept, count)
+    for number, count in counts.items():
+        state: Any = cache.layers[places[number]].state
+        found[number] = KeptTokens.of_state(state.kept, count)
     return found
 
 
