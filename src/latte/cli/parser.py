@@ -185,16 +185,27 @@ def _evaluate(command: Any) -> None:
         " held-out text of the run that made the checkpoint",
     )
     add("--field", default="text", help="JSON field or Parquet column of the text")
-    add("--lengths", type=integers, default=[256, 1024, 4096], help="context lengths in tokens")
+    add(
+        "--lengths",
+        type=integers,
+        help="context lengths in tokens, 256,1024,4096 by default; of niah 1024,4096",
+    )
     add("--positions", type=integers, default=[], help="positions that divide each window's scores")
     add(
         "--join", action="store_true", help="join all documents, for contexts longer than documents"
     )
     add("--max-tokens", type=int, help="approximate number of tokens to score; all by default")
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness").add_argument
-    tasks("--tasks", type=names, help="names of tasks or YAML files, separated by commas")
+    tasks(
+        "--tasks",
+        type=names,
+        help="names of tasks or YAML files, separated by commas; niah: facts in long texts, made"
+        " from the corpus",
+    )
     tasks("--limit", type=int, help="number of documents per task; all by default")
     tasks("--num-fewshot", type=int, help="number of examples per question; by default the task's")
+    tasks("--chat-template", action="store_true", help="put prompts into the chat template")
+    tasks("--seed", type=int, default=0, help="seed of the cases of niah")
     tasks("--batch-size", type=int, default=8, help="number of prompts in a batch")
     tasks(
         "--max-length",
@@ -229,17 +240,24 @@ def _sampling(add: Any, sampled: str) -> None:
     add("--seed", type=int, help=f"seed: the same seed gives the same {sampled}")
 
 
+def _reading(add: Any, purpose: str) -> None:
+    """The options of a document that is read once. `purpose` says what for."""
+    add("--read", metavar="FILE", help=f"document to {purpose}: read once, its state is a file")
+    add("--state-dir", metavar="DIR", help="folder of that state; by default the document's")
+
+
 def _generate(command: Any) -> None:
     add = command(
         commands.generate,
         "continue a prompt, streaming",
         "Prints the prompt and its continuation while it is generated. To ask several prompts about"
-        " a document, read it once with --file and --save-state, then use --state.",
+        " a document, name it with --read: it is read once.",
     ).add_argument
     add("checkpoint", help=RUN)
     add("--plugins", **PLUGINS)
     add("--prompt", default="", help="text to continue")
     add("--file", help="document to read before the prompt, not printed; the first of several")
+    _reading(add, "continue, or to answer the prompt about where there is a chat template")
     add("--state", help="file written by --save-state, to continue from")
     add("--save-state", help="write the state after document and prompt to this new file")
     add("--force", action="store_true", help="replace the file of --save-state if it exists")
@@ -267,6 +285,8 @@ def _chat(command: Any) -> None:
     add("--plugins", **PLUGINS)
     add("--system", default="", help="system message; the template's own if it is left out")
     add("--file", help="document to talk about; the first of several")
+    _reading(add, "talk about")
+    add("--apart", action="store_true", help="answer each message without those before it")
     add("--max-new-tokens", type=int, default=512, help="largest number of tokens of an answer")
     _sampling(add, "answers")
     add("--device", help=DEVICE)

@@ -54,6 +54,13 @@ def require_columns(dataset: Any, columns: Sequence[str], name: str) -> None:
             )
 
 
+def dataset_of(rows: list[dict[str, Any]]) -> Any:
+    """Rows of the same fields as a ``datasets.Dataset``."""
+    import datasets
+
+    return datasets.Dataset.from_list(rows)
+
+
 @dataclass
 class HubSource(Source):
     """One split of a dataset: a name on the Hugging Face Hub, a builder ("json"), or a folder.

@@ -175,15 +175,19 @@ def evaluation_text(
     join: bool = False,
     max_tokens: int | None = None,
 ) -> EvaluationText:
-    """The text of `--corpus` to score: all of local files, the held-out part of other corpora."""
-    if isinstance(corpus, str) and (corpus == "embedded" or corpus.startswith("hub:")):
-        chosen = open_corpus(corpus, field=field)
-    else:
-        specs = [corpus] if isinstance(corpus, str) else corpus
-        paths = list(dict.fromkeys(path for spec in specs for path in find_files(spec)))
-        whole = FileSource(paths, field)
-        chosen = Corpus(whole.name, whole, whole)
+    """The text of `--corpus` to score, as tokens."""
+    chosen = evaluation_corpus(corpus, field)
     return _tokenized(chosen, tokenizer, cache_folder(None), join, max_tokens)
+
+
+def evaluation_corpus(corpus: str | list[str], field: str = "text") -> Corpus:
+    """The corpus whose validation part is that text: all of local files, else what is held out."""
+    if isinstance(corpus, str) and (corpus == "embedded" or corpus.startswith("hub:")):
+        return open_corpus(corpus, field=field)
+    specs = [corpus] if isinstance(corpus, str) else corpus
+    paths = list(dict.fromkeys(path for spec in specs for path in find_files(spec)))
+    whole = FileSource(paths, field)
+    return Corpus(whole.name, whole, whole)
 
 
 def held_out_text(

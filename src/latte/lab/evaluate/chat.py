@@ -1,7 +1,8 @@
 """`latte chat`: a conversation in which every turn reads only its new tokens.
 
 The state after a turn is kept. The next turn costs its own question and answer, whatever was said
-or read before. Comparators keep no such state, and read the whole conversation at every turn.
+or read before. The cache of a model of Transformers grows with the conversation. Comparators keep
+nothing, and read the whole conversation at every turn.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from latte.errors import LatteError
 from latte.lab.data.document_source import without_lone_surrogates
+from latte.lab.evaluate.documents import ReadDocument, asked_about, opening
 from latte.lab.evaluate.generate import (
     check_sampling,
-    keeps_state,
+    new_cache,
     read,
     sampling_options,
     text_ends,
@@ -34,7 +36,8 @@ class Chat:
         model: Causal language model.
         tokenizer: Tokenizer of the model, with a chat template.
         system: System message; if empty, the template's own.
-        document: Text to talk about. It is placed before the first message.
+        document: Text to talk about. It is placed before the first message. Or one that was read
+            before, with the same system message: a conversation then begins with its state.
         max_new_tokens: Largest number of tokens of an answer.
         temperature: Temperature of sampling. 0 is greedy decoding.
         top_k: Number of most likely tokens to sample from.
@@ -51,7 +54,7 @@ class Chat:
         tokenizer: Any,
         *,
         system: str = "",
-        document: str = "",
+        document: str | ReadDocument = "",
         max_new_tokens: int = 512,
         temperature: float = 0.8,
         top_k: int | None = None,
@@ -59,29 +62,26 @@ class Chat:
         seed: int | None = None,
     ) -> None:
         check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
-        if tokenizer.chat_template is None:
-            raise LatteError(
-                "chat: expected a tokenizer with a chat template, this one has none; "
-                "latte generate continues a text"
-            )
-        self.model, self.tokenizer, self.document = model, tokenizer, document
+        check_template(tokenizer)
+        self.model, self.tokenizer = model, tokenizer
+        self.known = document if isinstance(document, ReadDocument) else None
+        self.document = document.document if isinstance(document, ReadDocument) else document
         self.sampling = {"max_new_tokens": max_new_tokens}
         self.sampling |= sampling_options(temperature, top_k, top_p)
         self.ends = text_ends(model, tokenizer)
         self.seed = seed
-        self.opening = [{"role": "system", "content": system}] if system else []
+        self.opening = opening(system)
         self.clear()
 
     def clear(self) -> None:
         """Forget what was said. The next message begins a new conversation."""
+        known = self.known
         self.messages = list(self.opening)
-        self.prompt = ""  # what stood before the last answer, as the template has it
-        self.tokens: list[int] = []  # the conversation, with the answers as they were sampled
-        self.cache: Any = None
-        if keeps_state(self.model):
-            from latte.models import LatteCache
-
-            self.cache = LatteCache(self.model.config)
+        # What has been read, as the template has it, without the last answer.
+        self.prompt = "" if known is None else known.text
+        # The conversation's tokens, with the answers as they were sampled.
+        self.tokens = [] if known is None else list(known.ids)
+        self.cache = new_cache(self.model) if known is None else known.cache()
         if self.seed is not None:
             torch.manual_seed(self.seed)
 
@@ -94,18 +94,18 @@ class Chat:
 
         Args:
             message: Message of the user.
-            told: Function that is called with each new piece of the answer.
+            on_text: Function that is called with each new piece of the answer.
 
         Raises:
             LatteError: The template changes the text before the new message.
         """
-        if self.document and not self.tokens:
-            message = f"{self.document}\n\n{message}"
+        if self.document and self._begins:
+            message = asked_about(self.document, message)
         messages = [*self.messages, {"role": "user", "content": message}]
         prompt = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        new = self.tokenizer.encode(self._after_answer(prompt), add_special_tokens=False)
+        new = self.tokenizer.encode(self._unread(prompt), add_special_tokens=False)
         if self.tokens and self.tokens[-1] in self.ends["eos_token_id"]:
             self.tokens.pop()  # sampled, but not read: the template says what ends an answer
         self.tokens += new
@@ -113,11 +113,17 @@ class Chat:
         self.messages, self.prompt = [*messages, {"role": "assistant", "content": answer}], prompt
         return answer
 
-    def _after_answer(self, prompt: str) -> str:
-        """What the prompt adds to the last answer. Some templates strip an answer's white space."""
-        if not self.prompt:
-            return prompt
-        answer = self.messages[-1]["content"]
+    @property
+    def _begins(self) -> bool:
+        """Whether nothing has been said yet."""
+        return len(self.messages) == len(self.opening)
+
+    def _unread(self, prompt: str) -> str:
+        """What the prompt adds to what was read and to the last answer.
+
+        Some templates strip an answer's white space.
+        """
+        answer = "" if self._begins else self.messages[-1]["content"]
         for kept in (answer, answer.strip()):
             if prompt.startswith(self.prompt + kept):
                 return prompt[len(self.prompt + kept) :]
@@ -162,8 +168,26 @@ class Chat:
         return new
 
 
-def converse(chat: Chat) -> None:
-    """Answer the lines of standard input until it ends; Ctrl-C ends an answer."""
+def printed(piece: str) -> None:
+    """Print a piece of an answer."""
+    print(piece, end="", flush=True)
+
+
+def check_template(tokenizer: Any) -> None:
+    """Raise LatteError for a tokenizer without a chat template."""
+    if tokenizer.chat_template is None:
+        raise LatteError(
+            "chat: expected a tokenizer with a chat template, this one has none; latte generate "
+            "continues a text, also one that it has read (--read)"
+        )
+
+
+def converse(chat: Chat, *, apart: bool = False) -> None:
+    """Answer the lines of standard input until it ends; Ctrl-C ends an answer.
+
+    Args:
+        apart: Whether each message begins a new conversation.
+    """
     asks = sys.stdin.isatty()
     if asks:
         with contextlib.suppress(ImportError):
@@ -178,10 +202,12 @@ def converse(chat: Chat) -> None:
         if line == "/clear":
             chat.clear()
         elif line:
+            if apart:
+                chat.clear()
             handler = signal.signal(signal.SIGINT, lambda *_: chat.stop())
             try:
                 message = without_lone_surrogates(line)  # bytes that are no UTF-8
-                chat.say(message, lambda piece: print(piece, end="", flush=True))
+                chat.say(message, printed)
             finally:
                 signal.signal(signal.SIGINT, handler)
             print("\n", flush=True)

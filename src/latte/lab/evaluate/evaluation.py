@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from latte.errors import LatteError
+from latte.lab.data.corpora import Corpus
 from latte.lab.data.files import find_files
 from latte.lab.data.hub_datasets import PREFIX
-from latte.lab.data.preparing import evaluation_text, held_out_text
-from latte.lab.evaluate import tasks
+from latte.lab.data.preparing import (
+    evaluation_corpus,
+    evaluation_text,
+    held_out_text,
+    open_section,
+)
+from latte.lab.evaluate import needles, tasks
 from latte.lab.evaluate.checkpoint import (
     contents_of,
     find_checkpoint,
@@ -144,13 +150,22 @@ class Evaluation:
         batch_size: int = 8,
         max_length: int | None = None,
         bf16: bool = False,
+        chat: bool = False,
+        lengths: Sequence[int] = (1024, 4096),
+        seed: int = 0,
+        corpus: Sequence[str] | None = None,
+        field: str = "text",
     ) -> str:
         """Score tasks of lm-evaluation-harness, and write their table and its record.
 
         Args:
-            names: Names of tasks, or YAML files.
-            limit, num_fewshot, batch_size, max_length, bf16: Options of
-                `latte.lab.evaluate.tasks.evaluate_tasks`.
+            names: Names of tasks, or YAML files; or `niah` and names of its tasks, which are made
+                here (:mod:`latte.lab.evaluate.needles`).
+            limit, num_fewshot, batch_size, max_length, bf16, chat: Options of
+                `latte.lab.evaluate.tasks.evaluate_tasks`. The limit of `niah` is 24 by default.
+            lengths, seed: Of `niah`: numbers of tokens of a case, and its seed.
+            corpus, field: Of `niah`: the text, as for :meth:`on_text`; without a run's text the
+                embedded corpus.
 
         Returns:
             What to print.
@@ -160,15 +175,35 @@ class Evaluation:
         """
         own: dict[str, Any] = {
             **{"limit": limit, "num_fewshot": num_fewshot, "batch_size": batch_size},
-            **{"max_length": max_length, "bf16": bf16},
+            **{"max_length": max_length, "bf16": bf16, "chat": chat},
         }
         settings = {
             **{"tasks": names, **own, "mixing": self.mixing, "device": self.device},
             "task_files": contents_of(name for name in names if Path(name).is_file()),
         }
+        made = needles.expanded(names)
+        if made:
+            if max_length is not None and max_length < max(lengths):
+                raise LatteError(
+                    f"max-length: expected at least {max(lengths)}, the longest of --lengths, so"
+                    f" that no prompt is cut, got {max_length}"
+                )
+            own |= {"max_length": max_length or max(lengths), "whole": True}
+            lengths = sorted(set(lengths))
+            settings |= {"lengths": lengths, "seed": seed, "corpus": corpus, "field": field}
+            settings["corpus_files"] = contents_of(local_files(corpus or ()))
         output = self.place(("tasks.csv", "tasks.json"), settings)
-        chosen = tasks.load_tasks(names)  # a name that is not there, before weights load
+        # A name that is not there is said before weights load.
+        others = [name for name in names if name not in (needles.GROUP, *made)]
+        if made and others:
+            raise LatteError(f"tasks: niah is evaluated by itself, got {others[0]!r} with it")
+        chosen = {"tasks": {}} if made else tasks.load_tasks(names)
         model, tokenizer = load_checkpoint(self.folder, self.device, mixing=self.mixing)
+        if made:
+            tasks.import_harness()
+            text = self._text(corpus, field).documents("validation")
+            shape: dict[str, Any] = {"cases": limit or needles.CASES, "seed": seed, "chat": chat}
+            chosen["tasks"] = needles.needle_tasks(made, tokenizer, text, lengths, **shape)
         label = self.label(model)
         with progress(0, "task", label=f"{label}, tasks", bar=False):
             scores = tasks.evaluate_tasks(model, tokenizer, chosen, **own)
@@ -176,6 +211,13 @@ class Evaluation:
             tasks.write_tasks(staged, scores, label)
         written = f"{output.path('tasks.csv')} and {output.path('tasks.json')}"
         return f"{tasks.tasks_table(scores.rows)}\nwritten: {written}"
+
+    def _text(self, corpus: Sequence[str] | None, field: str) -> Corpus:
+        """The corpus that cases are made of: the one named, the run's, or the embedded one."""
+        if not corpus and self.recipe is not None:
+            return open_section(self.recipe.data)
+        named = list(corpus or ("embedded",))
+        return evaluation_corpus(named[0] if len(named) == 1 else named, field)
 
     def label(self, model: Any) -> str:
         """The model's name in the results."""

@@ -19,7 +19,8 @@ from latte.lab.data.tokenizers import document_ends
 from latte.lab.progress import progress
 from latte.models.registry import carries_state
 
-READ_AT_ONCE = 4096  # tokens of a document
+READ_AT_ONCE = 1024  # number of tokens of a document that one forward reads
+LONG = 4096  # number of tokens from which on progress is shown
 
 
 def generate(
@@ -36,7 +37,7 @@ def generate(
     echo: bool = False,
     compiled: bool = False,
     document: str = "",
-    state: str | Path | None = None,
+    state: Any = None,
     save_state: str | Path | None = None,
 ) -> str:
     """Continue `prompt`. Returns the continuation; with `stream`, prints it while it is generated.
@@ -50,7 +51,8 @@ def generate(
 
     Args:
         document: Text before the prompt, of any length. It is tokenised separately.
-        state: File of `latte.models.save_state`, with the state before document and prompt.
+        state: State before document and prompt: a file of `latte.models.save_state`, or a cache,
+            which goes on with what is written.
         save_state: File to which the state after document and prompt is written. Then
             `max_new_tokens` may be 0, to read only.
 
@@ -63,14 +65,15 @@ def generate(
     from latte.models.cache_name import CACHE_NAME
 
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed, reads=save_state is not None)
-    if (state or save_state) and not keeps_state(model):
+    is_file = isinstance(state, str | Path)
+    if (is_file or save_state) and not keeps_state(model):
         raise LatteError("state: this model is none of Latte's own, whose states can be files")
     if save_state and not Path(save_state).expanduser().parent.is_dir():
         raise LatteError(f"state {save_state} cannot be written: its folder does not exist")
     if compiled and not has_steps(model):
         raise LatteError("compile: this model has no step of decoding that can be compiled")
     prompt = without_lone_surrogates(prompt)  # bytes of the command line that are no UTF-8
-    start = [] if state else [document_ends(tokenizer)[0]]
+    start = [] if state is not None else [document_ends(tokenizer)[0]]
     before = tokenizer.encode(document, add_special_tokens=False) if document else []
     before, ids = start + before, tokenizer.encode(prompt, add_special_tokens=False)
     if not document or not keeps_state(model):
@@ -81,8 +84,10 @@ def generate(
         raise LatteError("prompt: expected some text to continue with after the state, got none")
     cache: Any = None
     room = len(before) + len(ids) + max_new_tokens if compiled else None
-    if state:
+    if is_file:
         cache = state_file.load_state(state, model, static_room=room)
+    elif state is not None:
+        cache = state
     elif save_state or before or compiled:
         cache = LatteCache(model.config, max_cache_len=room)
     sampling = sampling_options(temperature, top_k, top_p)
@@ -133,12 +138,12 @@ def generate(
 
 
 @torch.no_grad()
-def read(model: Any, ids: list[int], cache: Any) -> None:
+def read(model: Any, ids: list[int], cache: Any, label: str = "") -> None:
     """Read tokens into a cache, in pieces; prints the progress if it takes long."""
     from latte.models.cache_name import CACHE_NAME
 
     device = next(model.parameters()).device
-    with progress(len(ids), "token", shown=len(ids) > READ_AT_ONCE) as bar:
+    with progress(len(ids), "token", shown=len(ids) >= LONG, label=label) as bar:
         for first in range(0, len(ids), READ_AT_ONCE):
             piece = torch.tensor([ids[first : first + READ_AT_ONCE]], device=device)
             model(piece, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
@@ -157,6 +162,23 @@ def text_ends(model: Any, tokenizer: Any) -> dict[str, Any]:
 def keeps_state(model: Any) -> bool:
     """Whether what it has read is a LatteCache."""
     return carries_state(model) and hasattr(model.config, "state_grows")
+
+
+def new_cache(model: Any) -> Any:
+    """An empty cache for what a model reads; None if it reads every text as a whole.
+
+    That of a model of Transformers has all keys and values, so it grows with the text.
+    """
+    from transformers import DynamicCache
+
+    from latte.models import LatteCache
+
+    if keeps_state(model):
+        return LatteCache(model.config)
+    grows = getattr(model, "_supports_default_dynamic_cache", None)
+    if carries_state(model) and grows is not None and grows():
+        return DynamicCache(config=model.config)
+    return None
 
 
 def has_steps(model: Any) -> bool:

@@ -72,7 +72,7 @@ def load_tasks(specs: Sequence[str]) -> dict[str, Any]:
         LatteError: The harness is not installed, a task does not exist, a file is not a task, or
             its data cannot be loaded.
     """
-    _import_harness()
+    import_harness()
     from lm_eval.tasks import TaskManager
 
     if not specs:
@@ -110,6 +110,8 @@ def evaluate_tasks(
     max_length: int | None = None,
     bf16: bool = False,
     start: str | None = None,
+    chat: bool = False,
+    whole: bool = False,
 ) -> TaskScores:
     """Run tasks of :func:`load_tasks` on a causal language model.
 
@@ -122,12 +124,16 @@ def evaluate_tasks(
         bf16: Whether to autocast to bfloat16.
         start: Token that prompts begin with, "" for none; by default the one that the module
             describes. The start token of a chat model may be for chats only.
+        chat: Whether prompts are put into the tokenizer's chat template, which says how a text
+            begins.
+        whole: Whether a prompt that does not fit is refused. Else it loses its beginning, and a
+            line says of how many prompts this is so.
 
     Raises:
-        LatteError: An option is out of range, a token does not exist, or the model cannot run a
-            task.
+        LatteError: An option is out of range, a token or template does not exist, or the model
+            cannot run a task.
     """
-    _import_harness()
+    import_harness()
     from lm_eval import evaluator
 
     for name, number, least in (
@@ -138,13 +144,17 @@ def evaluate_tasks(
     ):
         if number is not None and number < least:
             raise LatteError(f"{name}: expected at least {least}, got {number}")
+    if chat and not tokenizer.chat_template:
+        raise LatteError("chat-template: the tokenizer has none")
     began = time.perf_counter()
     with _seeded():
         _set_fewshot(tasks["tasks"], num_fewshot)
-        lm = _harness_model(model, tokenizer, batch_size, max_length, bf16, start)
+        start = "" if chat and start is None else start
+        lm = _harness_model(model, tokenizer, batch_size, max_length, bf16, start, chat, whole)
+        shape: dict[str, Any] = {"apply_chat_template": chat, "fewshot_as_multiturn": chat}
         try:
             found: Any = evaluator.evaluate(
-                lm, tasks, limit=limit, bootstrap_iters=1000, log_samples=False
+                lm, tasks, limit=limit, bootstrap_iters=1000, log_samples=False, **shape
             )
         except LatteError:
             raise
@@ -156,6 +166,8 @@ def evaluate_tasks(
         "batch_size": batch_size,
         "max_length": lm.max_length,
         "start_token_added": lm.adds_start,
+        "chat_template": chat,
+        "prompts_cut": lm.cut,
         "seconds": round(time.perf_counter() - began, 2),
     }
     keys = ("dataset_path", "dataset_name", "output_type", "num_fewshot")  # decide its numbers
@@ -198,7 +210,8 @@ def tasks_table(rows: Sequence[TaskRow]) -> str:
 # --- the harness ------------------------------------------------------------------------------
 
 
-def _import_harness() -> None:
+def import_harness() -> None:
+    """Import lm-evaluation-harness. Raises LatteError if it is not installed."""
     if not sys.stderr.isatty():  # bars belong on a terminal; read when `datasets` is imported
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     try:
@@ -252,8 +265,10 @@ def _harness_model(
     max_length: int | None,
     bf16: bool,
     start: str | None,
+    chat: bool,
+    whole: bool,
 ) -> Any:
-    """The harness's view of a loaded model."""
+    """The harness's view of a loaded model, with the options of :func:`evaluate_tasks`."""
     from lm_eval.models.huggingface import HFLM
 
     tokenizer = copy.deepcopy(tokenizer)  # the harness sets its padding
@@ -275,6 +290,7 @@ def _harness_model(
         """HFLM around a model, which has no name on the hub to look up."""
 
         adds_start: bool
+        cut = 0  # prompts that have lost their beginning
         add_bos_token: bool | None
         task_of: dict[Any, str | None] = {}
 
@@ -291,6 +307,11 @@ def _harness_model(
             if (length := len(answer)) > self.max_length:
                 task = self.task_of.get(texts)
                 raise _too_long(task, "an answer", length, self.max_length, length)
+            # The last token of an answer is not read.
+            self._check_cut(
+                (len(before) + len(after) - 1, self.task_of.get(texts))
+                for texts, before, after in requests
+            )
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
@@ -303,7 +324,30 @@ def _harness_model(
             if (length := wanted(longest)) >= self.max_length:
                 what = "an answer to be generated"
                 raise _too_long(longest.task_name, what, length, self.max_length, length + 1)
+            self._check_cut(
+                (len(self.tok_encode(request.args[0])) + wanted(request), request.task_name)
+                for request in requests
+            )
             return super().generate_until(requests, disable_tqdm)
+
+        def _check_cut(self, lengths: Iterator[tuple[int, str | None]]) -> None:
+            """Count the prompts that do not fit, by (tokens in all, task), and say so in a line."""
+            every = list(lengths)
+            over = [each for each in every if each[0] > self.max_length]
+            if not over:
+                return
+            longest, task = max(over, key=lambda each: each[0])
+            if whole:
+                what = "a prompt with its answer"
+                raise _too_long(task, what, longest, self.max_length, longest)
+            self.cut += len(over)
+            print(
+                f"{len(over)} of {len(every)} prompts are longer than the {self.max_length:,}"
+                f" tokens that the model sees, and lose their beginning (task {task}:"
+                f" {longest:,}); --max-length {longest} keeps them whole",
+                file=sys.stderr,
+                flush=True,
+            )
 
         def loglikelihood_rolling(self, *args: Any, **kwargs: Any) -> list[float]:
             # The harness puts the start token before each window itself; ours would be scored.
@@ -320,7 +364,8 @@ def _harness_model(
         backend="causal",
         batch_size=batch_size,
         max_length=max_length,
-        add_bos_token=True if adds_start else None,
+        # A chat template writes the start token itself, if there is one.
+        add_bos_token=True if adds_start else False if chat else None,
         mixed_precision_dtype="bfloat16" if bf16 else None,
         softmax_dtype="float32",
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch.nn.functional import softplus
 
 from latte.conversion.attention import MacchiatoAttention
 from latte.errors import LatteError, one_line
+from latte.lab.inspect.kept import KeptTokens
 from latte.layers import Context, LatteMacchiato, Mixer
 from latte.layers.latents import state_probabilities
 from latte.layers.mixer import EMPTY
@@ -104,6 +105,7 @@ class Inspection:
         tokens: Labels of all tokens read. The first ``shown`` are shown with all their weights.
         layers: Layers by number, from 0.
         at: Positions of tokens that the user chose.
+        kept: What layers keep after the text, by number; only of those that keep tokens.
     """
 
     label: str
@@ -111,6 +113,7 @@ class Inspection:
     shown: int
     layers: dict[int, LayerMixing]
     at: tuple[int, ...] = ()
+    kept: Mapping[int, KeptTokens] = field(default_factory=dict)
 
     @property
     def has_latents(self) -> bool:

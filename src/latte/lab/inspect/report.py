@@ -39,6 +39,7 @@ from latte.lab.evaluate.checkpoint import (
     weights_of,
 )
 from latte.lab.evaluate.tables import write_csv
+from latte.lab.inspect import kept
 from latte.lab.inspect.figures import collapse_figure, effective_figure, share_figure
 from latte.lab.inspect.mixing import (
     Inspection,
@@ -63,7 +64,7 @@ MOST_PAGE_BYTES = 64 << 20
 MOST_SOURCES = 16
 FILES = (  # that `write_report` may write
     *("summary.csv", "index.html", "usage.csv", "collapse.png", "effective.png"),
-    *("window_share.csv", "window_share.png", "weights.csv"),
+    *("window_share.csv", "window_share.png", "weights.csv", *kept.FILES),
 )
 WEIGHTS = (
     *("layer", "head", "position", "token", "state", "p_state"),
@@ -219,11 +220,13 @@ def inspect_model(
             )
     try:
         mixings = collect(model, ids, found, shown)
+        keeps = kept.collect_kept(model, ids, found)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise LatteError(f"tokens: {len(ids)} tokens do not fit into memory") from None
-    return Inspection(label, labels(tokenizer, ids), shown, mixings, tuple(sorted(set(at))))
+    chosen = tuple(sorted(set(at)))
+    return Inspection(label, labels(tokenizer, ids), shown, mixings, chosen, keeps)
 
 
 def write_report(inspection: Inspection, folder: Path) -> list[str]:
@@ -255,6 +258,9 @@ def write_report(inspection: Inspection, folder: Path) -> list[str]:
         rows = (dict(zip(WEIGHTS, row, strict=True)) for row in _weights_of(inspection))
         write_csv(folder / "weights.csv", WEIGHTS, rows)
         written.append("weights.csv")
+    if inspection.kept:
+        kept.write_kept(folder, inspection.tokens, inspection.kept, title)
+        written += kept.FILES
     return written
 
 
@@ -367,6 +373,8 @@ def outline(inspection: Inspection) -> str:
         f"{len({row.head for row in rows})} heads, {len(inspection.tokens):,} tokens read, "
         f"{inspection.shown} of them shown"
     ]
+    if inspection.kept:
+        lines.append(kept.outline(inspection.tokens, inspection.kept))
     if not inspection.has_latents:
         return "\n".join([*lines, "there are no latents in this model: p(s|t) alone is shown"])
     lines.append(
