@@ -15,7 +15,8 @@ Keywords that every op shares:
   state of one call unchanged as the initial state of the next. Gradients flow through it.
 * ``backend``: ``"reference"``, ``"torch"``, ``"cpu"`` or ``"triton"``. A backend that is named is
   always the one that runs. None uses the default. If no default is set, that is ``"cpu"`` where a
-  native CPU kernel is available, else ``"torch"`` (:mod:`latte.ops.backend`).
+  native CPU kernel is available, ``"triton"`` on GPUs on which its kernels were checked, else
+  ``"torch"`` (:mod:`latte.ops.backend`).
 
 Inputs are fp32, bf16, fp16 or fp64. Half precisions are computed in fp32. States are fp32 (fp64
 for fp64 inputs). The output has the dtype of ``v``. Bad arguments raise ``ValueError``.
@@ -186,7 +187,8 @@ def latte_attention(
     every = (q, k, v, log_decay, *(initial_state or ()))
     serves = LATTE if causal else _natively(LATTE, causal)
     at = (q.device, lambda: unavailable(q, L, D))
-    chosen = choose(op, backend, serves, *at, step=step, inputs=every)
+    form = (causal, as_given[1], False)
+    chosen = choose(op, backend, serves, *at, step=step, inputs=every, form=form)
     if chosen != "reference":
         check_tangents(op, *every)
     if G != H and not (step and chosen == "triton"):
@@ -351,7 +353,8 @@ def macchiato_attention(
         return unavailable(q, L, D)
 
     serves = MACCHIATO if causal else _natively(MACCHIATO, causal)
-    chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every)
+    form = (causal, as_given[1], sinks is not None or delay or joint)
+    chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every, form=form)
     if chosen != "reference":
         check_tangents(op, *every)
     local = Local.of(window, scale, softcap, K)
@@ -581,7 +584,7 @@ def sliding_window_attention(
     serves = _natively(WINDOW, causal and window is not None)
     serves = FULL if window is None and backend is None else serves
     at = (q.device, lambda: window_unavailable(q, window, K, D))
-    chosen = choose(op, backend, serves, *at, inputs=every)
+    chosen = choose(op, backend, serves, *at, inputs=every, form=(causal, None, sinks is not None))
     if chosen != "reference" and window is not None:
         check_tangents(op, *every)
     state = None
@@ -748,7 +751,8 @@ def rg_lru(
     every = (x, recurrence_gate, input_gate, theta, initial_state)
     step = is_step(every, sequences)
     at = (x.device, lambda: unavailable_for(x))
-    chosen = choose(op, backend, RG_LRU, *at, step=step, inputs=every)
+    form = (not reverse, None, False)
+    chosen = choose(op, backend, RG_LRU, *at, step=step, inputs=every, form=form)
     if chosen != "reference":
         check_tangents(op, *every)
     if x.numel() == 0:
@@ -813,7 +817,8 @@ def causal_conv1d(
     every = (x, weight, bias, initial_state)
     step = is_step(every, sequences)
     at = (x.device, lambda: unavailable_for(x))
-    chosen = choose(op, backend, CONVOLUTION, *at, step=step, inputs=every)
+    form = (True, None, False)
+    chosen = choose(op, backend, CONVOLUTION, *at, step=step, inputs=every, form=form)
     if chosen in ("cpu", "triton") and x.numel() == 0:
         chosen = "torch"  # there is nothing to launch kernels for
     if chosen in ("cpu", "triton"):
