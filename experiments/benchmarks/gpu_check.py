@@ -13,11 +13,15 @@ gpu_models.py. Each has a share of the budget, ten minutes in all. Rows are writ
 that a run that is cut off keeps what it has; a part that fails or runs out of time says so in one
 line, and the next one starts. At the end: figures, the table of goals, and the failed checks. Exit
 code 1 if a check or a part failed, 2 without a GPU.
+
+The checks also decide where the kernels are the default: a run on a GPU writes the rows of its card
+in ``latte/ops/triton_backend/checked.csv``, and ``--table`` makes them of a file of checks again.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -27,8 +31,9 @@ from pathlib import Path
 
 from experiments.benchmarks import gpu_models, gpu_ops
 from experiments.benchmarks.gpu_common import OUT_OF_MEMORY, TARGETS, Place, options, place
-from experiments.benchmarks.records import ROOT, Row, goals_table, read_rows, say
-from tests.ops.gpu_correctness import groups
+from experiments.benchmarks.records import RESULTS, ROOT, Row, goals_table, read_rows, say
+from latte.ops.triton_backend import checked
+from tests.ops.gpu_correctness import CASES, SIZES, STEPS, groups
 
 # Shares of the budget. What a part does not use, the later ones get.
 SHARES = {
@@ -44,6 +49,9 @@ SHARES = {
 }
 FILLING = 3600.0  # seconds that compiling everything once may take
 GRACE = 20.0  # seconds that a part may take beyond its share before it is ended
+CHECKS = "gpu_checks.csv"
+# Compute capability by a part of the GPU's name, for files of checks that do not have it.
+CARDS = {"A100": 80, "L40": 89, "H100": 90, "H200": 90, "B200": 100, "RTX 50": 120}
 
 
 def command(module: str, at: Place, seconds: float, *more: str) -> list[str]:
@@ -89,7 +97,7 @@ def run_checks(at: Place, seconds: float) -> list[Row]:
     """
     end = time.monotonic() + seconds
     at_a_time = max(1, min(6, (os.cpu_count() or 2) // 2)) if at.cuda else 1
-    table = at.table("gpu_checks.csv")
+    table = at.table(CHECKS)
 
     def run_group(group: str) -> list[Row]:
         left = max(1.0, end - time.monotonic())
@@ -117,6 +125,68 @@ def run_checks(at: Place, seconds: float) -> list[Row]:
         for row in run_group(group):
             table.add(row)
     return table.rows
+
+
+def checked_rows(rows: Sequence[Row]) -> list[checked.Checked]:
+    """Where the kernels are to be the default, from the rows of checks.
+
+    A group, an op and a dtype, has rows if none of its checks failed and some passed. A check that
+    ran out of memory has not run. The single tokens have theirs if the check of steps passed.
+    """
+    found = []
+    for group in dict.fromkeys(":".join(row["check"].split(":")[:2]) for row in rows):
+        name, _, dtype = group.partition(":")
+        if name not in CASES:
+            continue
+        own = [row for row in rows if row["check"].startswith(f"{group}:")]
+        failed = [r for r in own if r["verdict"] == "FAIL" and r["detail"] != OUT_OF_MEMORY]
+        passed = [row for row in own if row["verdict"] == "pass"]
+        if not passed:
+            continue
+        letters = "".join(CASES[name].inputs.values())
+        widths = {x: max(_sizes(row["check"], x) for row in passed) for x in "LKD" if x in letters}
+        for step in (False, True):
+            counted = [row for row in passed if STEPS in row["check"]] if step else passed
+            if not counted or any(STEPS in r["check"] for r in failed) or (failed and not step):
+                continue
+            last = max(counted, key=lambda row: row["date"])
+            found.append(
+                checked.Checked(
+                    card=int(last.get("card") or _card(last["device"])),
+                    name=name,
+                    step=step,
+                    dtype=dtype,
+                    L=widths.get("L", 0),
+                    K=widths.get("K", 0),
+                    D=widths.get("D", 0),
+                    checks=len(counted),
+                    device=last["device"],
+                    torch=last["torch"],
+                    triton=last["triton"],
+                    date=last["date"],
+                    ptxas=last.get("ptxas", ""),
+                )
+            )
+    return found
+
+
+def _sizes(check: str, letter: str) -> int:
+    """The size of this letter in a check's name, else the size of most checks."""
+    given = re.search(rf"\b{letter} = (\d+)", check)
+    return int(given[1]) if given else SIZES[letter]
+
+
+def _card(device: str) -> int:
+    return next((card for part, card in CARDS.items() if part in device), 0)
+
+
+def renew_table(rows: Sequence[Row], path: Path = checked.TABLE) -> None:
+    """Put the rows of these checks' cards in the place of those that the table has."""
+    new = checked_rows(rows)
+    ran = {int(r.get("card") or _card(r["device"])) for r in rows}
+    kept = [row for row in checked.read(path) if row.card not in ran] if path.exists() else []
+    checked.write([*kept, *new], path)
+    say(f"the kernels are the default for {len(new)} ops, dtypes and steps: {path}")
 
 
 def run_part(name: str, at: Place, seconds: float) -> str | None:
@@ -149,7 +219,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", nargs="+", choices=tuple(SHARES), metavar="NAME", help=", ".join(SHARES)
     )
     parser.add_argument("--fill", action="store_true", help="compile, measure nothing")
+    parser.add_argument(
+        "--table", action="store_true", help=f"only the table of defaults, from {CHECKS}"
+    )
     args = parser.parse_args(argv)
+    if args.table:
+        renew_table(read_rows((args.out or RESULTS) / CHECKS))
+        return 0
     at = place(args)
     if args.fill:
         fill(at)
@@ -163,6 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = max(5.0, (at.left() - GRACE / 2) * SHARES[name] / total)
         if name == "check":
             checks = run_checks(at, seconds)
+            if at.cuda and not args.quick and at.backend == "triton":
+                renew_table(checks)
         elif (broken := run_part(name, at, seconds)) is not None:
             failures.append(f"{name}: {broken}")
     draw(at.out)

@@ -32,7 +32,7 @@ FIGURES = ROOT / "experiments" / "figures"
 CPU_PAGE = ROOT / "experiments" / "results" / "cpu.md"
 # The last columns of every row; those of a GPU script begin with the first ones.
 MACHINE = ("threads", "cpu", "cores", "torch", "jax", "python", "latte", "date")
-OF_A_GPU = ("device", "cuda", "triton", "fla", "transformers")
+OF_A_GPU = ("device", "card", "cuda", "triton", "ptxas", "fla", "transformers")
 
 MODES = ("forward", "forward+backward")
 

@@ -44,7 +44,11 @@ OTHERS = (
     {"H": 8, "G": 2, "L": 16, "K": 128, "D": 128, "E": 768, "C": 4},
     {"H": 4, "G": 4, "L": 64, "K": 64, "D": 256, "E": 2560, "C": 2},
     {"H": 3, "G": 1, "L": 3, "K": 40, "D": 72, "E": 100, "C": 3},
+    {"H": 4, "G": 1, "L": 16, "K": 256, "D": 256, "E": 256, "C": 4},  # Gemma's heads
+    {"H": 2, "G": 1, "L": 128, "K": 64, "D": 64, "E": 512, "C": 4},
+    {"H": 2, "G": 2, "L": 256, "K": 64, "D": 64, "E": 512, "C": 4},
 )
+STEPS = "steps are the whole"
 QUICK = SIZES | {"H": 2, "G": 1, "L": 3, "K": 8, "D": 5, "E": 12}
 QUICK |= {"count": 3, "block": 4}
 MODERATE, LONG = 777, 65536
@@ -60,12 +64,14 @@ TAIL = 4096  # tokens of the huge check that are computed again from the state b
 
 # The rows of the table that are checked. Those with sinks have a window that is no multiple of a
 # chunk, and short enough for a quick run.
-FAR_WINDOW = {"converted": 50, "window-sinks": 50, "kept": 50}
+FAR_WINDOW = dict.fromkeys(("converted", "window-sinks", "kept", "delayed-forgetting"), 50)
 CASES = {
     name: OPS[name]
     for name in (
         *("latte", "forgetting", "bidirectional", "macchiato", "macchiato-forgetting", "window"),
         *("converted", "kept", "kept-window", "window-sinks", "rg_lru", "conv"),
+        *("macchiato-bidirectional", "delayed-forgetting", "window-bidirectional"),
+        "rg_lru-reversed",
     )
 }
 
@@ -291,7 +297,7 @@ def checks_of(at: Place, name: str, dtype: torch.dtype) -> Iterator[tuple[str, C
         yield "source gradients sum to 0", lambda: source_gradients_vanish(b, T)
     if op.past:
         yield "the future leaves the past alone", lambda: past_is_past(b, T)
-        yield "steps are the whole", lambda: steps_are_the_whole(b, T)
+        yield STEPS, lambda: steps_are_the_whole(b, T)
     yield "runs repeat", lambda: runs_repeat(b, T)
     yield "no synchronisation", lambda: host_does_not_wait(b, T)
     yield "compiled in one graph", lambda: compiles_in_one_graph(b, T)
@@ -307,6 +313,8 @@ def checks_of(at: Place, name: str, dtype: torch.dtype) -> Iterator[tuple[str, C
         letters = "".join(op.inputs.values())
         label = ", ".join(f"{k} = {v}" for k, v in sizes.items() if k in letters)
         yield label, lambda s=sizes: agrees(b.sized(**s), "reference", 2, 333)
+        if op.past:
+            yield f"{STEPS}, {label}", lambda s=sizes: steps_are_the_whole(b.sized(**s), 99)
 
 
 def groups() -> list[str]:

@@ -162,14 +162,17 @@ def _native() -> Section:
 
 def _backends() -> Section:
     """For each op and device, the backend of a call that names none (causal, if there is a
-    choice); on a GPU also one token at a time.
+    choice); on a GPU in bf16 with 16 latents and heads of 64, also one token at a time.
     """
     _native_modules()
     import torch
 
     from latte.ops import api
     from latte.ops.backend import choose, default_backend, named_backend
+    from latte.ops.triton_backend.checked import WIDTHS
     from latte.ops.triton_backend.launch import unavailable_for
+
+    sizes = {"L": 16, "K": 64, "D": 64}
 
     tables: dict[str, Any] = {
         "latte_attention": api.LATTE,
@@ -187,13 +190,19 @@ def _backends() -> Section:
         found[op] = {}
         for device in devices:
             x = torch.zeros(1, device=device)
+            inputs: tuple[torch.Tensor, ...] = (x,)
+            if device == "cuda":
+                places = {place: sizes[name] for name, place in WIDTHS.get(op, {}).items()}
+                width = max(places, default=0)
+                inputs = tuple(x.new_zeros(places.get(i, 1)).bfloat16() for i in range(width + 1))
             for step in (False, True) if device == "cuda" and op in with_step else (False,):
                 place = f"{device}, a token" if step else device
                 try:
                     found[op][place] = choose(
                         *(op, None, table, x.device, lambda x=x: unavailable_for(x)),
                         step=step,
-                        inputs=(x,),
+                        inputs=inputs,
+                        form=(True, None, False),
                     )
                 except ValueError as error:  # the backend that was named cannot serve it
                     found[op][place] = f"none: {one_line(error)}"
@@ -246,8 +255,12 @@ def _gpu() -> Section:
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
         capability = f"compute capability {properties.major}.{properties.minor}"
         found[f"device {number}"] = f"{properties.name}, {memory}, {capability}"
-    from latte.ops.triton_backend import launch
+    from latte.ops.triton_backend import checked, launch
 
+    if available:
+        for products, kernels in ((True, "kernels"), (False, "kernels of single tokens")):
+            reason = checked.refused_card(torch.device("cuda"), products)
+            found[kernels] = "the default where checked" if reason is None else f"off: {reason}"
     found["triton"] = launch.triton_mode()
     found["ptxas"] = launch.assembler()
     if launch.old_assembler():

@@ -36,6 +36,7 @@ from torch import nn
 
 from latte.errors import LatteError
 from latte.lab.malloc import release_memory
+from latte.ops.triton_backend import launch
 
 # ---- time
 
@@ -314,15 +315,18 @@ def describe(
 
     Args:
         device: Device of the result.
-        fields: Names of values: `device`, `cpu`, `cores`, `threads`, `cuda`, `python`, `date`
-            (UTC), or a package for its version ("" if it is not installed).
+        fields: Names of values: `device`, `card` (compute capability times ten), `cpu`, `cores`,
+            `threads`, `cuda`, `ptxas` (Triton's), `python`, `date` (UTC), or a package for its
+            version ("" if it is not installed).
     """
     known: dict[str, Callable[[], Any]] = {
         "device": lambda: torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "cpu": cpu_name,
         "cores": lambda: len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads,
+        "card": lambda: launch.capability(device) if device.type == "cuda" else "",
         "cuda": lambda: torch.version.cuda or "",
+        "ptxas": lambda: launch.assembler() or "",
         "torch": lambda: torch.__version__,
         "python": platform.python_version,
         "date": lambda: datetime.datetime.now(datetime.UTC).date().isoformat(),

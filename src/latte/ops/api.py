@@ -15,7 +15,8 @@ Keywords that every op shares:
   state of one call unchanged as the initial state of the next. Gradients flow through it.
 * ``backend``: ``"reference"``, ``"torch"``, ``"cpu"`` or ``"triton"``. A backend that is named is
   always the one that runs. None uses the default. If no default is set, that is ``"cpu"`` where a
-  native CPU kernel is available, else ``"torch"`` (:mod:`latte.ops.backend`).
+  native CPU kernel is available, ``"triton"`` on GPUs on which its kernels were checked, else
+  ``"torch"`` (:mod:`latte.ops.backend`).
 
 Inputs are fp32, bf16, fp16 or fp64. Half precisions are computed in fp32. States are fp32 (fp64
 for fp64 inputs). The output has the dtype of ``v``. Bad arguments raise ``ValueError``.
@@ -188,7 +189,8 @@ def latte_attention(
     step = is_step(call, sequences)
     serves = LATTE if causal else BIDIRECTIONAL
     at = (q.device, lambda: unavailable(q, L, D))
-    chosen = choose(op, backend, serves, *at, step=step, inputs=call)
+    form = causal, log_decay, False
+    chosen = choose(op, backend, serves, *at, step=step, inputs=call, form=form)
     if chosen != "reference":
         check_tangents(op, *call)
     whole_step = step and chosen == "triton"  # by one kernel
@@ -315,7 +317,8 @@ def macchiato_attention(
         return unavailable(q, L, D)
 
     serves = MACCHIATO if causal else BIDIRECTIONAL
-    chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every)
+    form = causal, log_decay, sinks is not None or delay or joint
+    chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every, form=form)
     if chosen != "reference":
         check_tangents(op, *every)
     whole_step = step and chosen == "triton"  # by one kernel, the states too
@@ -460,7 +463,7 @@ def sliding_window_attention(
     if window is None and backend is None:
         serves = FULL
     at = (q.device, lambda: window_unavailable(q, window, K, D))
-    chosen = choose(op, backend, serves, *at, inputs=every)
+    chosen = choose(op, backend, serves, *at, inputs=every, form=(causal, None, sinks is not None))
     if chosen != "reference" and window is not None:
         check_tangents(op, *every)
     if B * T == 0:
@@ -605,7 +608,8 @@ def rg_lru(
     every = call[:-1]  # tensors
     step = is_step(every, sequences)
     at = (x.device, lambda: unavailable_for(x))
-    chosen = choose(op, backend, RG_LRU, *at, step=step, inputs=every)
+    form = (not reverse, None, False)
+    chosen = choose(op, backend, RG_LRU, *at, step=step, inputs=every, form=form)
     if chosen != "reference":
         check_tangents(op, *every)
     if x.numel() == 0:
@@ -659,7 +663,8 @@ def causal_conv1d(
     call = Convolution(x, weight, bias, initial_state, key_mask, sequences.cu_seqlens)
     step = is_step(call, sequences)
     at = (x.device, lambda: unavailable_for(x))
-    chosen = choose(op, backend, CONVOLUTION, *at, step=step, inputs=call)
+    form = True, None, False
+    chosen = choose(op, backend, CONVOLUTION, *at, step=step, inputs=call, form=form)
     if chosen not in PYTORCH and x.numel() == 0:
         chosen = "torch"  # there is nothing to launch kernels for
     if chosen not in PYTORCH:

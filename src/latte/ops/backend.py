@@ -4,7 +4,9 @@ If a call names no backend (``backend=None``), the default is used. The default 
 
 1. ``LATTE_BACKEND`` from the environment, if it is set;
 2. else ``"cpu"``, the native kernels, on CPU tensors if the library is installed and has the op;
-3. else ``"torch"``.
+3. else ``"triton"`` on a GPU, for calls like those that were checked on such a card
+   (:mod:`latte.ops.triton_backend.checked`);
+4. else ``"torch"``. On a GPU one warning says which condition of 3. failed.
 
 Models and layers name no backend, so the rule here holds for all of them. A recipe sets the
 default by ``training.backend``. If the default does not have an op, the op uses ``"torch"``; full
@@ -19,10 +21,10 @@ needs no gradient.
 | ``backend``, or the default that was named | backend of a step |
 |---|---|
 | ``"triton"`` | the step's kernel: on CUDA tensors, or anywhere under Triton's interpreter |
-| none named | on CUDA tensors the step's kernel if Triton can serve it; else 2. or 3. |
+| none named | on CUDA tensors the step's kernel if it was checked on such a card; else 2. or 4. |
 | another | that one |
 
-The native kernels are not the default inside a transform of ``torch.func``, nor for inputs with
+Kernels are not the default inside a transform of ``torch.func``, nor for inputs with
 forward-mode tangents, because custom ops do not support these. ``"torch"`` is used there. It has
 ``vmap``. Forward mode and gradients by ``torch.func`` need ``"reference"``, and an error says so.
 The kernels have no second derivatives; ``"reference"`` has them, and an error says so.
@@ -50,6 +52,7 @@ from torch import Tensor
 from latte.ops import cpp_backend
 from latte.ops.notices import warn_once
 from latte.ops.tensors import Sequences
+from latte.ops.triton_backend import checked
 
 BACKENDS = ("reference", "torch", "cpu", "triton")
 
@@ -70,7 +73,8 @@ def default_backend(device: torch.device | str = "cpu") -> str:
     """The backend of ops whose caller names none.
 
     Ops that this backend does not have use ``"torch"``. On a CPU the default is ``"cpu"`` if the
-    native kernels are installed. On a GPU a step of decoding uses Triton if Triton can serve it.
+    native kernels are installed. On a GPU it is ``"triton"`` if the kernels were checked on such a
+    card; calls unlike those that were checked there use ``"torch"``.
 
     Args:
         device: Device of the inputs.
@@ -78,8 +82,12 @@ def default_backend(device: torch.device | str = "cpu") -> str:
     Raises:
         ValueError: ``LATTE_BACKEND`` is not the name of a backend.
     """
-    native = torch.device(device).type == "cpu" and cpp_backend.ABSENT is None
-    return named_backend() or ("cpu" if native else "torch")
+    device = torch.device(device)
+    if (named := named_backend()) is not None:
+        return named
+    if device.type == "cuda" and checked.refused_card(device) is None:
+        return "triton"
+    return "cpu" if device.type == "cpu" and cpp_backend.ABSENT is None else "torch"
 
 
 def named_backend() -> str | None:
@@ -155,6 +163,7 @@ def choose(
     *,
     step: bool = False,
     inputs: tuple[Any, ...] = (),
+    form: tuple[Any, ...] | None = None,
 ) -> str:
     """The backend of one call: the one it names, or the default's choice for None.
 
@@ -167,6 +176,8 @@ def choose(
             they can. It is called only if that matters.
         step: Whether this is a step of decoding for which ``op`` has a kernel.
         inputs: Inputs of the op, if the native CPU kernels have it.
+        form: Whether the call is causal, its decays or None, and whether its past is divided:
+            :class:`latte.ops.triton_backend.checked.Form`. None is a form that was never checked.
 
     Raises:
         ValueError: The op has no such backend, or that one cannot serve the inputs. On a GPU a
@@ -176,8 +187,13 @@ def choose(
     if chosen is None:
         named = named_backend()
         chosen = "torch" if named is None or named not in serves else named
-        if named is None and step and device.type == "cuda" and refusal() is None:
-            chosen, can_serve = "triton", True
+        if named is None and checked.on_gpu(device):
+            if "triton" in serves and form is not None and not checked.differentiated_forward():
+                reason = checked.refused_call(op, form, step, device, inputs)
+                if reason is None:
+                    chosen, can_serve = "triton", True
+                else:
+                    checked.warn(reason)
         elif named is None and "cpu" in serves and cpp_backend.serves(*inputs):
             chosen, can_serve = "cpu", True
     elif chosen not in BACKENDS:
@@ -205,12 +221,13 @@ def choose(
 def steps_in_place(device_type: str, compiled: bool) -> bool:
     """Whether models decode by :mod:`latte.ops.step`, on states that are written in place.
 
-    They do not if the reference or Triton backend was named. On a GPU they do only if the step is
-    compiled; if not, Triton's step kernel needs fewer launches.
+    They do not if the reference or Triton backend was named. Where Triton's step kernels are the
+    default they do only if the step is compiled; if not, these kernels need fewer launches.
     """
     named = named_backend()
     if named is None:
-        return compiled or device_type != "cuda"
+        device = torch.device(device_type)
+        return compiled or device_type != "cuda" or checked.refused_card(device, False) is not None
     return named not in ("reference", "triton")
 
 

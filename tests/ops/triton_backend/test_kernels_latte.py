@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from latte.ops import latte_attention
-from latte.ops.triton_backend import segments
+from latte.ops.triton_backend import checked, segments
 from latte.ops.triton_backend.latte_bidirectional import bidirectional_op
 from latte.ops.triton_backend.latte_causal import causal_op
 from latte.ops.triton_backend.segments import segment_length
@@ -137,3 +137,9 @@ def test_counting_in_two_products_loses_nothing():
     out = torch.empty_like(x)
     prefix_sums[(1,)](x, out, 16, 32)
     torch.testing.assert_close(out.double(), x.double().cumsum(0), rtol=2e-6, atol=0.0)
+
+
+def test_a_first_call_on_a_gpu_would_pass():
+    """The small calls by which a process decides whether the kernels are its default."""
+    device = torch.device(DEVICE)
+    assert checked.tried_products(device) < 2.0**-7 and checked.tried_sums(device) < 2.0**-20

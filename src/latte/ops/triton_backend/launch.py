@@ -415,7 +415,12 @@ def assembler() -> str | None:
 def old_assembler() -> bool:
     """Whether :func:`assembler` may make products that read at an address never computed."""
     found = assembler()
-    return found is not None and _numbers(found) < _numbers(OLDEST_ASSEMBLER)
+    return found is not None and older(found)
+
+
+def older(version: str | None) -> bool:
+    """Whether a version of ptxas is older than the oldest good one, or unknown."""
+    return version is None or _numbers(version) < _numbers(OLDEST_ASSEMBLER)
 
 
 def _numbers(version: str) -> list[int]:
