@@ -8,7 +8,6 @@ import torch
 from latte.ops import (
     Partition,
     Sinks,
-    WindowState,
     macchiato_attention,
     sliding_window_attention,
     window_log_mass,
@@ -105,28 +104,12 @@ def test_the_log_mass_reads_long_rows_in_pieces():
     torch.testing.assert_close(in_pieces, whole.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_the_log_mass_takes_a_state_and_sinks_that_fit():
+def test_the_log_mass_goes_on_from_a_state_with_sinks():
     q, k, v = randn(2, 9, H, K), randn(2, 9, G, K), randn(2, 9, G, 5)
-    _, state = sliding_window_attention(q, k, v, window=4, output_final_state=True)
-    window_log_mass(q, k, window=4, initial_state=state)
-    for wrong in (WindowState(*(x[:, 1:] for x in state)), WindowState(*(x[:1] for x in state))):
-        with pytest.raises(ValueError, match="initial_state.keys must have shape"):
-            window_log_mass(q, k, window=4, initial_state=wrong)
-    with pytest.raises(ValueError, match="initial_state must be a tuple"):
-        window_log_mass(q, k, window=4, initial_state="x")
+    _, state = sliding_window_attention(*(x[:, :5] for x in (q, k, v)), window=4,
+                                        output_final_state=True)  # fmt: skip
     sinks = Sinks(q, k[:, :2], v[:, :2], torch.ones(2, 2, dtype=torch.bool))
-    window_log_mass(q, k, window=4, partition=Partition(sinks))
-    with pytest.raises(ValueError, match="sinks.q must have shape"):
-        window_log_mass(q, k, window=4, partition=Partition(sinks._replace(q=q[:, :3])))
-
-
-def test_what_does_not_go_together_is_said():
-    own = inputs()
-    with pytest.raises(ValueError, match="joint needs causal=True, got False"):
-        macchiato_attention(*own, partition=Partition(joint=True), causal=False)
-    one = [x[:1] for x in own]
-    bounds = torch.tensor([0, T], dtype=torch.int32)
-    options = {"window": W, "partition": Partition(joint=True)}
-    _, state = macchiato_attention(*one, output_final_state=True, **options)
-    with pytest.raises(ValueError, match="joint takes cu_seqlens or initial_state, got both"):
-        macchiato_attention(*one, cu_seqlens=bounds, initial_state=state, **options)
+    rest = Partition(sinks._replace(q=q[:, 5:], position=torch.tensor([5, 5])))
+    found = window_log_mass(q[:, 5:], k[:, 5:], window=4, initial_state=state, partition=rest)
+    whole = window_log_mass(q, k, window=4, partition=Partition(sinks))
+    torch.testing.assert_close(found, whole[:, 5:], rtol=1e-12, atol=1e-12)

@@ -15,11 +15,9 @@ from latte.ops import (
     cpp_backend,
     latte_attention,
     macchiato_attention,
-    sliding_window_attention,
-    window_log_mass,
 )
 from latte.ops.state import with_all_values
-from tests.ops.helpers import latte_inputs, latte_state, macchiato_inputs
+from tests.ops.helpers import latte_inputs, macchiato_inputs
 from tests.ops.opdb import leaves
 
 BACKENDS = ["reference", "torch", *(["cpu"] if cpp_backend.ABSENT is None else [])]
@@ -98,36 +96,6 @@ def test_pending_values_that_the_window_holds_too_need_not_be_there(packed, wind
         grads.append([out, *torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)])
     assert equal(grads[0][:1], grads[1][:1])
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)
-
-
-def test_what_does_not_fit_is_one_clear_line():
-    inputs = macchiato_inputs(2, T)
-    latents, late = latte_state(2, 4, 3, 5), Partition(delay=True)
-    tail = WindowState.empty(*inputs[3:], 5)
-    pending = WindowState.empty(inputs[1], inputs[4], 6)
-    needs = "as delay=True makes it, that came out, got 2 parts"
-    cases = [
-        (needs, late, MacchiatoState(latents, tail)),
-        (needs, late, LayerState(latent=latents, window=tail)),
-        ("that came out, got 3 parts", None, MacchiatoState(latents, tail, pending)),
-        ("that came out, got 1 parts", None, MacchiatoState(latents)),
-        ("partition must be a Partition, got tuple", (None, True, False), None),
-        (
-            "initial_state.values must have shape (2, 5, 2, 5), got (2, 3, 2, 5)",
-            late,
-            MacchiatoState(latents, tail, pending._replace(values=pending.values[:, :3])),
-        ),
-    ]
-    for message, partition, state in cases:
-        with pytest.raises(ValueError) as error:
-            macchiato_attention(*inputs, window=5, partition=partition, initial_state=state)
-        assert message in str(error.value), str(error.value)
-        assert "\n" not in str(error.value)
-    q, k, v = inputs[2:]
-    with pytest.raises(ValueError, match="partition must have sinks alone.* got delay=True"):
-        sliding_window_attention(q, k, v, window=5, partition=late)
-    with pytest.raises(ValueError, match="partition must have sinks alone.* joint=True"):
-        window_log_mass(q, k, window=5, partition=Partition(joint=True))
 
 
 @pytest.mark.parametrize(

@@ -111,31 +111,6 @@ def test_ops_of_pytorch_keep_their_contracts():
     assert set(checks.values()) == {"SUCCESS"}
 
 
-def test_what_does_not_fit_is_one_clear_line():
-    inputs, sink_q, kept = sequence(9)
-    mask = torch.ones(2, 2, dtype=torch.bool)
-    sinks = Sinks(sink_q, *kept, mask)
-    late = Partition(delay=True)
-    cases = [
-        ("sinks must be a tuple (q, keys, values, mask, position)", Partition(kept)),
-        ("sinks.q must have shape (B=2, T=9", Partition(sinks._replace(q=sink_q[:, 1:]))),
-        ("sinks.keys must have shape (N=2", Partition(sinks._replace(keys=kept[0][:1]))),
-        ("sinks.mask must be bool", Partition(sinks._replace(mask=mask.long()))),
-        ("sinks.position must be int64", Partition(sinks._replace(position=torch.zeros(2)))),
-        ("sinks.q must have the dtype of q", Partition(sinks._replace(q=sink_q.float()))),
-        ("sinks need causal=True", Partition(sinks), {"causal": False}),
-        ("delay needs causal=True", late, {"causal": False}),
-        ("as delay=True makes it", late, {"initial_state": (None, None)}),
-    ]
-    for message, partition, *options in cases:
-        with pytest.raises(ValueError) as error:
-            macchiato_attention(*inputs, window=W, partition=partition, **dict(*options))
-        assert message in str(error.value)
-        assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="sinks need a window"):
-        sliding_window_attention(*inputs[2:], window=None, partition=Partition(sinks))
-
-
 def test_no_sinks_are_none():
     inputs, sink_q, kept = sequence(9)
     none = Sinks(sink_q, *(x[:, :0] for x in kept), torch.ones(2, 0, dtype=torch.bool))

@@ -11,13 +11,15 @@ width, E channels, N sequences.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from latte.ops.arguments import RGLRU, Convolution, Latte, Macchiato, Mixture, Window
-from latte.ops.state import LatteState, WindowState
-from latte.ops.tensors import Sequences, without_masked
+from latte.ops.state import LatteState, SeenSinks, Sinks, WindowState
+from latte.ops.tensors import Local, Sequences, without_masked
+
+AnySinks = TypeVar("AnySinks", SeenSinks, Sinks)
 
 
 def latte_attention(x: Latte, causal: bool) -> tuple[Tensor, ...]:
@@ -49,19 +51,26 @@ def sliding_window_attention(x: Window) -> tuple[Tensor]:
 
 
 def _readable(x: Any) -> Any:
-    """The window's arguments without what is masked, and with a scale above 0.
-
-    The kernels take the largest logit before they scale it.
-    """
+    """The window's arguments without what is masked, and with a scale above 0."""
+    near = x if isinstance(x, Window) else x.near()
+    q, sinks, local = rising(x.q, near.sinks, near.local)
+    x = x._replace(q=q, sink_q=sinks and sinks.q, scale=local.scale)
     x = x._replace(k=without_masked(x.key_mask, x.k), v=without_masked(x.key_mask, x.v))
-    if x.tail_k is not None:
-        keys, values = (without_masked(x.tail_mask, y) for y in (x.tail_k, x.tail_v))
-        x = x._replace(tail_k=keys, tail_v=values)
-    if x.scale > 0:
+    if x.tail_k is None:
         return x
-    sign = -1.0 if x.scale < 0 else 0.0
-    sink_q = None if x.sink_q is None else x.sink_q * sign
-    return x._replace(q=x.q * sign, sink_q=sink_q, scale=abs(x.scale) or 1.0)
+    keys, values = (without_masked(x.tail_mask, y) for y in (x.tail_k, x.tail_v))
+    return x._replace(tail_k=keys, tail_v=values)
+
+
+def rising(
+    q_BTHK: Tensor, sinks: AnySinks | None, local: Local
+) -> tuple[Tensor, AnySinks | None, Local]:
+    """With a scale above 0, as the kernels take the largest logit before they scale it."""
+    if local.scale > 0:
+        return q_BTHK, sinks, local
+    sign = -1.0 if local.scale < 0 else 0.0
+    sinks = None if sinks is None else sinks._replace(q=sinks.q * sign)
+    return q_BTHK * sign, sinks, local._replace(scale=abs(local.scale) or 1.0)
 
 
 def latte_step(x: Latte) -> tuple[Tensor, Tensor, Tensor]:
