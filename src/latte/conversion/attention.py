@@ -25,6 +25,7 @@ from latte.layers.mixer import EMPTY
 from latte.layers.parts import Rotary
 from latte.layers.step import StepState
 from latte.models.cache_name import one_cache
+from latte.ops.step import in_dtype
 
 
 class MacchiatoAttention(LatteMacchiato):
@@ -219,14 +220,15 @@ class MacchiatoAttention(LatteMacchiato):
         q, k, v = (x.view(B, -1, self.head_dim) for x in plan.linear_maps(x_BE, *maps))
         if "q_norm" in parts:
             q, k = plan.norm(parts["q_norm"], q), plan.norm(parts["k_norm"], k)
-        local = q, k, v
+        logits = score = None
         if self.mixing not in ("base", "window"):
-            return self._attend_step(x_BE, local, self.scale, rotary, state)
-        if self.mixing == "base" or not self.kept_tokens:
-            return state.attend(local, self.scale, self.softcap, rotary)
-        latents: Any = parts["latents"]
-        score = latents.kept_scores.step(x_BE)
-        return state.attend_kept(local, score, self.scale, self.softcap, rotary)
+            latents: Any = parts["latents"]
+            logits = latents.step(in_dtype(x_BE, latents.dtype), state)
+        if state.kept is not None:
+            latents = parts["latents"]
+            score = latents.kept_scores.step(x_BE)
+        local, joint = (q, k, v), self.joint_softmax
+        return state.attend(local, self.scale, self.softcap, rotary, logits, joint, score)
 
     # --- for inspection -------------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ from latte.ops import (
     window_log_mass,
 )
 from latte.ops.kept import Kept
-from latte.ops.step import in_dtype
 
 
 class LatteMacchiato(Mixer):
@@ -230,24 +229,10 @@ class LatteMacchiato(Mixer):
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         local, rotary = self._local_step(x_BE, state, rotary)
-        return self._attend_step(x_BE, local, self.head_dim**-0.5, rotary, state)
-
-    def _attend_step(
-        self,
-        x_BE: Tensor,
-        local: tuple[Tensor, Tensor, Tensor],
-        scale: float,
-        rotary: Rotary | None,
-        state: StepState,
-    ) -> Tensor:
-        """The mixture, (B, H, D), of one token per row: ``local`` are its q, k and v."""
-        module: Any = self._modules["latents"]
-        x_BE = in_dtype(x_BE, module.dtype)
-        latents = module.step(x_BE, state)
-        if self.kept_tokens:
-            score = module.kept_scores.step(x_BE)
-            return state.attend_kept(local, score, scale, self.softcap, rotary, latents)
-        return state.attend(local, scale, self.softcap, rotary, latents, self.joint_softmax)
+        parts: Any = self._modules
+        latents, scale = parts["latents"].step(x_BE, state), self.head_dim**-0.5
+        score = parts["latents"].kept_scores.step(x_BE) if self.kept_tokens else None
+        return state.attend(local, scale, self.softcap, rotary, latents, self.joint_softmax, score)
 
     # --- for inspection -------------------------------------------------------------------------
 

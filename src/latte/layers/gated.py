@@ -133,5 +133,8 @@ class GatedMacchiato(LatteMacchiato):
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
         local, rotary = self._local_step(x_BE, state, rotary)
-        out_BHD = self._attend_step(x_BE, local, self.head_dim**-0.5, rotary, state)
+        latents, scale = self.latents.step(x_BE, state), self.head_dim**-0.5
+        score = self.latents.kept_scores.step(x_BE) if self.kept_tokens else None
+        joint = self.joint_softmax
+        out_BHD = state.attend(local, scale, self.softcap, rotary, latents, joint, score)
         return self._output(out_BHD, local[2], x_BE)

@@ -219,16 +219,23 @@ class StepState:
         rotary: Rotary | None = None,
         latents: tuple[Tensor, Tensor, Tensor | None] | None = None,
         joint: bool = False,
+        score: Tensor | None = None,
     ) -> Tensor:
         """The output of each head, (B, H, D), for the window's q, k and v of one token per row.
 
         It is that of the window alone, or mixed with the ``latents``: their q, k and log-decay.
+        With kept tokens ``score`` (B, G) is that of this token.
         """
-        assert self.ring is not None
         step_context = self.step_context
         table = None if rotary is None else rotary[:2]
         options: Any = {"scale": scale, "softcap": softcap, "rotary": table}
-        sinks = self._sinks(rotary)
+        sinks = None
+        if self.sinks is not None:
+            far = None if rotary is None else rotary.sinks[:2]
+            sinks = StepSinks(*self.sinks, step_context.position, far)
+        if score is not None:
+            return self._attend_kept(local, score, latents, sinks=sinks, **options)
+        assert self.ring is not None
         where: Any = self.ring, self.slot, step_context.real
         if latents is None:
             length = None if self.size or step_context.length is None else step_context.length + 1
@@ -238,40 +245,22 @@ class StepState:
         state = self.latent.log_mass, self.latent.mean
         return macchiato_step(*latents[:2], *local, *state, *where, sinks=sinks, **options)
 
-    def attend_kept(
+    def _attend_kept(
         self,
         local: tuple[Tensor, Tensor, Tensor],
         score: Tensor,
-        scale: float,
-        softcap: float | None = None,
-        rotary: Rotary | None = None,
-        latents: tuple[Tensor, Tensor, Tensor | None] | None = None,
+        latents: tuple[Tensor, Tensor, Tensor | None] | None,
+        **options: Any,
     ) -> Tensor:
-        """As :meth:`attend`, with kept tokens: ``score`` (B, G) is that of this token."""
+        """As :meth:`attend`, with kept tokens."""
         assert self.kept is not None
         assert self.kept_sizes is not None
-        step_context, far = self.step_context, None
+        context, far = self.step_context, None
         if latents is not None and self.latent is not None:
             far = *latents, self.latent.log_mass, self.latent.mean
-        count, window, block = self.kept_sizes
-        return kept_step(
-            *(*local, score, self.kept, step_context.position, step_context.real),
-            count=count,
-            window=window,
-            block=block,
-            scale=scale,
-            softcap=softcap,
-            rotary=None if rotary is None else rotary[:2],
-            sinks=self._sinks(rotary),
-            latents=far,
-            update=step_context.update,
-        )
-
-    def _sinks(self, rotary: Rotary | None) -> StepSinks | None:
-        if self.sinks is None:
-            return None
-        far = None if rotary is None else rotary.sinks[:2]
-        return StepSinks(*self.sinks, self.step_context.position, far)
+        sizes = dict(zip(("count", "window", "block"), self.kept_sizes, strict=True))
+        given = *local, score, self.kept, context.position, context.real
+        return kept_step(*given, latents=far, update=context.update, **sizes, **options)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepState:
         """The same with ``fn`` applied to each buffer (B, ...)."""
