@@ -53,6 +53,13 @@ def window_state(N: int, P: int, G: int, K: int, D: int, seed: int = 7) -> Windo
     return WindowState(randn(N, P, G, K, seed=seed + 1), randn(N, P, G, D, seed=seed + 2), mask)
 
 
+def seen_sinks(B: int, T: int, N: int) -> list[Tensor]:
+    """Sinks as ops take them, both of which are seen, for :func:`macchiato_inputs`."""
+    shapes = ((B, T, 4, 6), (N, 2, 2, 6), (N, 2, 2, 5))
+    tensors = [randn(*shape, seed=40 + i).requires_grad_() for i, shape in enumerate(shapes)]
+    return [*tensors, torch.ones(N, 2, dtype=torch.bool), torch.full((B, T), 2)]
+
+
 def key_mask(B: int, T: int, seed: int = 11) -> Tensor:
     """About two thirds of the tokens, and none of the first third in the first row."""
     mask = randn(B, T, seed=seed) > -0.4

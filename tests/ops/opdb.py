@@ -40,6 +40,7 @@ from latte.ops import (
 )
 from latte.ops.tensors import computation_dtype
 from tests.ops.helpers import assert_same, boundaries, key_mask
+from tests.ops.helpers import flat as leaves
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 SIZES = {"H": 4, "G": 2, "L": 3, "K": 6, "D": 5, "W": 8, "n": 3, "E": 5, "C": 3}
@@ -246,13 +247,6 @@ def map_state(fn: Callable[[Tensor], Tensor], state: Any) -> Any:
     if hasattr(state, "_fields"):
         return type(state)(*(map_state(fn, x) for x in state))
     return None if state is None else tuple(map_state(fn, x) for x in state)
-
-
-def leaves(tree: Any) -> list[Tensor]:
-    """The floating-point tensors of nested tuples, in order."""
-    if isinstance(tree, Tensor):
-        return [tree] if tree.is_floating_point() else []
-    return [x for item in tree or () for x in leaves(item)]
 
 
 def with_leaves(tree: Any, tensors: Sequence[Tensor]) -> Any:

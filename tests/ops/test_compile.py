@@ -7,9 +7,17 @@ import torch
 
 from latte.ops import cpp_backend
 from latte.ops.torch_backend.latte import bidirectional_op, causal_op
+from latte.ops.torch_backend.macchiato import causal_op as macchiato_op
 from latte.ops.torch_backend.recurrence import linear_recurrence
 from latte.ops.torch_backend.window import window_op
-from tests.ops.helpers import boundaries, key_mask, latte_inputs, macchiato_inputs, randn
+from tests.ops.helpers import (
+    boundaries,
+    key_mask,
+    latte_inputs,
+    macchiato_inputs,
+    randn,
+    seen_sinks,
+)
 from tests.ops.opdb import OPS, Bench
 
 
@@ -35,9 +43,14 @@ def test_custom_ops_keep_their_contracts(packed, masked):
         checks |= torch.library.opcheck(op, (q, k, v, mask, cu, None, None))
     g = (-k.detach().abs()).requires_grad_()
     checks |= torch.library.opcheck(causal_op, (q, k, v, mask, cu, None, None, g))
-    local = [x.requires_grad_() for x in macchiato_inputs(B, 20)[2:]]
-    args = (*local, mask, cu, *[None] * 8, 8, 0.4, 0.0, True)
-    checks |= torch.library.opcheck(window_op, args)
+    inputs = [x.requires_grad_() for x in macchiato_inputs(B, 20)]
+    sinks = seen_sinks(B, 20, len(cu) - 1 if packed else B) if masked else [None] * 5
+    around = (*[None] * 3, *sinks, 8, 0.4, 0.0, True)
+    checks |= torch.library.opcheck(window_op, (*inputs[2:], mask, cu, *around))
+    if masked:  # once is enough: it takes long
+        late = [randn(B, 20, 2, 5).requires_grad_(), key_mask(B, 20), key_mask(B, 20)]
+        around = (*[None] * 6, *sinks, *late, 8, 0.4, 0.0)
+        checks |= torch.library.opcheck(macchiato_op, (*inputs, mask, cu, *around))
     assert set(checks.values()) == {"SUCCESS"}
 
 

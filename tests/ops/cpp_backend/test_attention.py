@@ -12,6 +12,7 @@ from tests.ops.helpers import (
     latte_state,
     macchiato_inputs,
     randn,
+    seen_sinks,
     window_state,
 )
 from tests.ops.opdb import OPS, Bench
@@ -22,17 +23,17 @@ def test_they_keep_the_contract_of_a_custom_op(op):
     """Once plain, and with all that an op may be given; the rest is compiled in other tests."""
     bounds, kinds = boundaries(20).long(), ["test_schema", "test_faketensor"]
     earlier = (*latte_state(6, 4, 3, 5), -randn(1, 20, 4, 3).abs())
-    tail = window_state(6, 7, 2, 6, 5)
-    local = {"latte": (), "window": (8, 0.4, 0.0, True), "macchiato": (8, 0.4, 0.0, False, False)}[
-        op
-    ]
-    near, far = (3 if op != "latte" else 0), (3 if op != "window" else 0)
-    more = [None] * {"latte": 0, "window": 5, "macchiato": 8}[op]  # sinks, pending: test_sinks.py
-    full = [key_mask(1, 20), bounds, *earlier[:far], *tail[:near], *more]
+    pending = randn(6, 8, 4, 3), randn(6, 8, 2, 5), torch.ones(6, 8, dtype=torch.bool)
+    near = *window_state(6, 7, 2, 6, 5), *seen_sinks(1, 20, 6)
+    more = {"latte": earlier, "window": near, "macchiato": (*earlier, *near, *pending)}[op]
+    full = [key_mask(1, 20), bounds, *more]
+    local = () if op == "latte" else (8, 0.4, 0.0)
     latent_q, *others = macchiato_inputs(1, 20, G=4 if op == "latte" else 2)
     given = {"latte": (latent_q[..., 1:], others[0], others[3]), "window": others[1:]}
     for around in ([None] * len(full), full):
-        args = [x.requires_grad_() for x in given.get(op, (latent_q, *others))] + around + [*local]
+        flags = {"latte": [], "window": [True], "macchiato": [around is full] * 2}[op]
+        args = [x.requires_grad_() for x in given.get(op, (latent_q, *others))] + around
+        args += [*local, *flags]
         called = getattr(cpp_backend, f"{op}_op")
         found = torch.library.opcheck(called, tuple(args), test_utils=kinds)
         assert set(found.values()) == {"SUCCESS"}
