@@ -13,7 +13,7 @@ N kept tokens, R slots of the ring, M = N + R, X = C + N candidates of an update
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,8 +61,8 @@ class KeptBuffers(NamedTuple):
             x_BMGX = torch.cat([x_BMGX[:, :count], x_BMGX[row, order_BR]], 1)
             return x_BMGX.transpose(1, 2).contiguous()
 
-        exact = (buffer(x) for x in state[:4])
-        return cls(*exact, buffer(state.latent_keys), buffer(state.log_decay))  # type: ignore[arg-type]
+        found: Any = [buffer(x) for x in (*state[:4], state.latent_keys, state.log_decay)]
+        return cls(*found)
 
     def state(self, seen: Tensor, count: int, window: int, block: int) -> KeptState:
         """A copy of the state in the buffers, after ``seen`` (B,) tokens."""
@@ -78,9 +78,10 @@ class KeptBuffers(NamedTuple):
             found, there = _at(x, index_BGM), _of_heads(there_BGM, x)
             return torch.where(there, found, fill).to(x.dtype).transpose(1, 2).contiguous()
 
-        exact = (held(self.keys), held(self.values), held(self.scores, -torch.inf))
+        exact = held(self.keys), held(self.values), held(self.scores, -torch.inf)
         late = held(self.latent_keys), held(self.log_decay)
-        return KeptState(*exact, held(self.positions, -1), seen.clone(), *late)  # type: ignore[arg-type]
+        found: Any = (*exact, held(self.positions, -1), seen.clone(), *late)
+        return KeptState(*found)
 
 
 def kept_step(
