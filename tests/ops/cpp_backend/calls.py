@@ -188,9 +188,9 @@ def kept_tokens(draw: Draw) -> list[Tensor]:
     """The window with kept tokens, mostly with latents; some go on from a call before."""
     (B, T), (H, G) = draw.shape(), draw.heads()
     L, K, D, n = draw.one(1, 3, 16), draw.one(1, 6, 32), draw.one(1, 5, 64), draw.one(1, 4)
-    W, count, C = draw.one(1, 2, 17, 130), draw.one(1, 3, 64), draw.one(1, 4, 64, 70)
+    W, count, C = draw.one(1, 2, 17, 65), draw.one(1, 3, 64), draw.one(1, 4, 64, 70)
     given, N = draw.sequences(B, T)
-    far, decays, sinks = draw.often(0.7), draw.often(), draw.often(0.4)
+    far, decays, sinks = draw.often(0.8), draw.often(0.7), draw.often(0.7)
     keys = (draw.floats(N, n, G, K), draw.floats(N, n, G, D), draw.mask(N, n)) if sinks else ()
     local = {"window": W, "softcap": draw.one(None, 3.0), "scale": draw.one(None, 0.3)}
     local |= {"backend": "cpu", "output_final_state": True}
@@ -209,8 +209,8 @@ def kept_tokens(draw: Draw) -> list[Tensor]:
         return macchiato_attention(*latents, *inputs, partition=partition, **shared)
 
     state = None
-    if "cu_seqlens" not in given and draw.often():
-        _, state = run(draw.one(1, 40, 150), None, {})
+    if "cu_seqlens" not in given and draw.often(0.7):
+        _, state = run(draw.one(1, 70, 150), None, {})
     return draw.with_gradients(run(T, state, given))
 
 
