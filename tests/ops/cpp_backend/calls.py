@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from latte.ops import (
+    Kept,
     LatteState,
     Partition,
     Sinks,
@@ -189,6 +190,36 @@ def attention(draw: Draw, kind: str) -> list[Tensor]:
     return draw.with_gradients(macchiato_attention(*inputs, **options))
 
 
+def kept_tokens(draw: Draw) -> list[Tensor]:
+    """The window with kept tokens, mostly with latents; some go on from a call before."""
+    (B, T), (H, G) = draw.shape(), draw.heads()
+    L, K, D, n = draw.one(1, 3, 16), draw.one(1, 6, 32), draw.one(1, 5, 64), draw.one(1, 4)
+    W, count, C = draw.one(1, 2, 17, 65), draw.one(1, 3, 64), draw.one(1, 4, 64, 70)
+    given, N = draw.sequences(B, T)
+    far, decays, sinks = draw.often(0.8), draw.often(0.7), draw.often(0.7)
+    keys = (draw.floats(N, n, G, K), draw.floats(N, n, G, D), draw.mask(N, n)) if sinks else ()
+    local = {"window": W, "softcap": draw.one(None, 3.0), "scale": draw.one(None, 0.3)}
+    local |= {"backend": "cpu", "output_final_state": True}
+
+    def run(tokens: int, state: Any, options: dict[str, Any]) -> tuple[Tensor, Any]:
+        shared = {"initial_state": state, **local, **options}
+        scores = draw.uniform(B, tokens, G).round().masked_fill(draw.mask(B, tokens, G), -1)
+        far_keys = Sinks(draw.floats(B, tokens, H, K), *keys) if sinks else None
+        partition = Partition(far_keys, far, far, Kept(scores.to(draw.dtype), count, C))
+        inputs = [draw.floats(B, tokens, *x) for x in ((H, K), (G, K), (G, D))]
+        if not far:
+            return sliding_window_attention(*inputs, partition=partition, **shared)
+        latents = draw.floats(B, tokens, H, L + 1), draw.floats(B, tokens, H, L)
+        decay = -draw.uniform(B, tokens, H, L).abs().to(computation_dtype(draw.dtype))
+        shared["log_decay"] = draw.leaf(decay) if decays else None
+        return macchiato_attention(*latents, *inputs, partition=partition, **shared)
+
+    state = None
+    if "cu_seqlens" not in given and draw.often(0.7):
+        _, state = run(draw.one(1, 70, 150), None, {})
+    return draw.with_gradients(run(T, state, given))
+
+
 def recurrence(draw: Draw) -> list[Tensor]:
     (B, T), E = draw.shape(), draw.one(1, 7, 32, 65, 600)
     options, N = draw.sequences(B, T)
@@ -324,6 +355,7 @@ KINDS: dict[str, Callable[[Draw], list[Tensor]]] = {
     "latte": lambda draw: attention(draw, "latte"),
     "macchiato": lambda draw: attention(draw, "macchiato"),
     "window": lambda draw: attention(draw, "window"),
+    "kept": kept_tokens,
     "rg_lru": recurrence,
     "convolution": convolution,
     "steps": steps,

@@ -105,6 +105,13 @@ def test_a_wrong_dtype_or_shape_is_one_line(name, raw):
         ("cpu_window", "window", 0, "must be at least 1"),
         ("cpu_window", "causal", False, "causal must be True"),
         ("cpu_window_backward", "sink_q", None, "must be given together"),
+        ("cpu_kept", "kept", 10**9, "kept must hold places of its own row"),
+        ("cpu_kept", "late", -1, "late must hold places of its own row"),
+        ("cpu_kept", "source", 10**9, "source must be from -1 to"),
+        ("cpu_kept", "source", None, "source must be given with old_k"),
+        ("cpu_kept", "old_latent_k", None, "old_latent_k must be given with old_k and latents"),
+        ("cpu_kept", "block", 0, "the window and a block must be at least 1"),
+        ("cpu_kept_backward", "mean", None, "log_mass and mean must be given together"),
     ],
 )
 def test_a_wrong_value_is_one_line(name, argument, value, said, raw):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from latte.ops import cpp_backend, sliding_window_attention
+from tests.ops.cpp_backend import calls
 from tests.ops.helpers import (
     boundaries,
     key_mask,
@@ -37,6 +38,21 @@ def test_they_keep_the_contract_of_a_custom_op(op):
         called = getattr(cpp_backend, f"{op}_op")
         found = torch.library.opcheck(called, tuple(args), test_utils=kinds)
         assert set(found.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_kept_tokens_keep_the_contract_of_a_custom_op(carried):
+    """In fp64, where states and sums have one dtype."""
+    bench = Bench(OPS["kept" if carried else "kept-window"], "cpu")
+    with calls.Recorder() as recorder:
+        bench.call(bench.inputs(2, 20, 2), bench.state(2) if carried else None)
+    args = recorder.calls["cpu_kept"]
+    for x in args:
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            x.requires_grad_()
+    kinds = ["test_schema", "test_faketensor", "test_aot_dispatch_static"]
+    found = torch.library.opcheck(torch.ops.latte.cpu_kept.default, args, test_utils=kinds)
+    assert set(found.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("op", ["macchiato", "latte", "window"])

@@ -93,6 +93,7 @@ static void check_inputs(const Expect& expect, const KeptAttention& op) {
     expect.that(!op.ends || (B == 1 && !op.log_mass), "packed sequences need one row, and no state");
     expect(op.age, "age", integer, {Z}, plain), expect(op.owner, "owner", integer, {Z}, plain);
     expect(op.ends, "ends", integer, {N}, plain);
+    expect.between(op.age, "age", 0, Z - 1);
     expect.between(op.owner, "owner", 0, N - 1), expect.between(op.ends, "ends", -1, Z - 1);
 }
 
@@ -101,6 +102,7 @@ static void forward(StableIValue* arguments, uint64_t, uint64_t) {
     KeptAttention op = inputs(stack);
     numbers(stack, op);
     check_inputs(Expect("cpu_kept"), op);
+    op.divide();
     const int64_t B = op.batch(), H = op.heads(), L = op.latents(), D = op.v.sizes[3];
     const int64_t N = op.states(), X = op.segments();
     const int32_t sums = wide(op.v), exact = aoti_torch_dtype_float64();
@@ -142,9 +144,9 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     numbers(stack, op);
     const Expect expect("cpu_kept_backward");
     check_inputs(expect, op), check_gradients(expect, op);
+    op.divide();
     const int32_t sums = wide(op.v);
-    // Like an input: of the sums' dtype where several blocks add to it. It begins with zeros where
-    // not all of it is written.
+    // Like an input. It begins with zeros where not all of it is written.
     const auto made = [&](const Tensor& x, int32_t dtype, bool zeros) {
         if (!x) return Tensor::empty({0}, op.v.dtype);
         Tensor found = Tensor::empty(x.sizes, x.dims, dtype);
@@ -159,15 +161,23 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     op.dlog_decay = made(op.log_decay, sums, partly);
     op.dold_log_decay = made(op.old_log_decay, sums, true);
     op.dlog_mass = made(op.log_mass, sums, false), op.dmean = made(op.mean, sums, false);
-    op.dk = made(op.k, sums, true), op.dv = made(op.v, sums, true);
-    op.dold_k = made(op.old_k, sums, true), op.dold_v = made(op.old_v, sums, true);
-    op.dsink_k = made(op.sink_k, sums, true), op.dsink_v = made(op.sink_v, sums, true);
+    // Many blocks add to keys and values, of each set of heads apart.
+    const auto added = [&](const Tensor& x) {
+        if (!x) return Tensor::empty({0}, op.v.dtype);
+        Tensor found = Tensor::empty({x.sizes[0], x.sizes[1], op.sets, x.sizes[3]}, sums);
+        found.clear();
+        return found;
+    };
+    op.dk = added(op.k), op.dv = added(op.v);
+    op.dold_k = added(op.old_k), op.dold_v = added(op.old_v);
+    op.dsink_k = added(op.sink_k), op.dsink_v = added(op.sink_v);
     LATTE_CHOOSE(run_backward)(op);
     for (Tensor* x : {&op.dk, &op.dv, &op.dold_k, &op.dold_v, &op.dsink_k, &op.dsink_v}) {
-        if (x->dims < 4 || x->dtype == op.v.dtype) continue;
-        Tensor narrow = Tensor::empty(x->sizes, x->dims, op.v.dtype);
-        LATTE_CHOOSE(narrow_all)(*x, narrow);
-        *x = static_cast<Tensor&&>(narrow);
+        if (x->dims < 4 || (op.sets == op.groups() && sums == op.v.dtype)) continue;
+        Tensor whole = Tensor::empty({x->sizes[0], x->sizes[1], op.groups(), x->sizes[3]},
+                                     op.v.dtype);
+        LATTE_CHOOSE(add_heads)(*x, whole);
+        *x = static_cast<Tensor&&>(whole);
     }
     stack.give(op.dq, op.dk, op.dv, op.dlatent_q, op.dlatent_k, op.dlog_mass, op.dmean, op.dold_k,
                op.dold_v, op.dold_latent_k, op.dsink_q, op.dsink_k, op.dsink_v, op.dlog_decay,

@@ -60,18 +60,16 @@ class NativeKept(NamedTuple):
 
 
 def _fake(x: NativeKept) -> tuple[Tensor, ...]:
+    """Output, final state, and the states that are saved: references, masses, sums."""
     (B, _, H, _), D, Z = x.q.shape, x.v.shape[3], x.kept.shape[2]
-    out = x.v.new_empty(*x.q.shape[:3], D)
-    dtype = computation_dtype(x.v.dtype)
-    if x.latent_k is None:
-        kinds = [dtype, dtype, torch.float64, dtype, dtype]
-        return out, *(out.new_empty(0, dtype=kind) for kind in kinds)
-    L, X = x.latent_k.shape[3], -(-Z // max(1, SEGMENT // x.block))
-    N = B if x.ends is None else x.ends.shape[0]
-    mass = out.new_empty(N, H, L, dtype=dtype)
-    saved = out.new_empty(B, X, H, L, dtype=dtype)
-    sums = (mass.new_empty(N, H, L, D), saved.double(), saved, saved.new_empty(*saved.shape, D))
-    return out, mass, *sums
+    out, dtype = x.v.new_empty(*x.q.shape[:3], D), computation_dtype(x.v.dtype)
+    N, L, X = B if x.ends is None else x.ends.shape[0], 0, -(-Z // max(1, SEGMENT // x.block))
+    if x.latent_k is not None:
+        L = x.latent_k.shape[3]
+    shapes = ((N, H, L), (N, H, L, D), (B, X, H, L), (B, X, H, L), (B, X, H, L, D))
+    kinds = (dtype, dtype, torch.float64, dtype, dtype)
+    found = (x.v.new_empty(s if L else 0, dtype=k) for s, k in zip(shapes, kinds, strict=True))
+    return out, *found
 
 
 if ABSENT is None:

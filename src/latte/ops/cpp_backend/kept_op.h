@@ -9,8 +9,9 @@
 // sinks and latents, and keys of the window from the same one on. A plan says which these are: the
 // kept tokens of each block, and the sources that the latents read before its first query.
 //
-// A task is one group of key heads of one row. Its R heads are processed together, the heads of a
-// query one after the other: they share the keys and values of a block, which are gathered once. Of
+// A task is one group of key heads of one row, or one head where threads would wait for groups. Its R
+// heads are processed together, the heads of a query one after the other: they share the keys and
+// values of a block, which are gathered once. Of
 // a block's queries some are processed at once, so that their weights stay in the cache.
 //
 // The latents' state is (r, m, U) with sums relative to a reference r, the largest logit so far.
@@ -49,6 +50,7 @@ struct KeptAttention {
     Tensor age, owner, ends;                 // (Z,), (Z,), (N,): of packed sequences
     int64_t window, block, front;            // front: slots before the first block
     double scale, softcap;                   // 0: none
+    int64_t sets = 0;                        // of heads, one of which is a task: G, or H
     Tensor out, last_mass, last_mean;        // (B,T,H,D), and as log_mass and mean
     Tensor saved_top, saved_mass, saved_sum; // (B,X,H,L) fp64, (B,X,H,L), (B,X,H,L,D)
     Tensor dout, dlast_mass, dlast_mean;
@@ -67,6 +69,11 @@ struct KeptAttention {
     int64_t blocks() const { return kept.sizes[2]; }
     int64_t slots() const { return front + blocks() * block; }
     int64_t states() const { return ends ? ends.sizes[0] : batch(); }
+    // A group's heads are faster together, but more threads may want them one by one.
+    void divide() {
+        const int64_t threads = thread_count(), enough = 4 * threads;
+        sets = threads > 1 && batch() * groups() < enough ? heads() : groups();
+    }
     // Blocks of a segment, and segments of a row.
     int64_t together() const { return block < SEGMENT ? SEGMENT / block : 1; }
     int64_t segments() const { return (blocks() + together() - 1) / together(); }

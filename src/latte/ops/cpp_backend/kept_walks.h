@@ -40,11 +40,14 @@ struct KeptHead {
     std::vector<int64_t> sources;          // of the block's keys, by column from `base` on
     std::vector<int64_t> hidden;           // columns that no query sees
     std::vector<int64_t> read;             // slots that the latents read at the block's update
-    int64_t b = 0, g = 0, z = 0, begin = 0, low = 0, keys_kept = 0, rows_in_all = 0;
+    int64_t b = 0, g = 0, set = 0, h0 = 0;  // row, group, which of the sets of heads, its first head
+    int64_t z = 0, begin = 0, rows_in_all = 0;
+    Columns own{};              // of the block's first query
+    std::vector<int64_t> stops;  // of each row that is processed: the columns that it sees end there
 
     KeptHead(const KeptAttention& given, bool backward)
         : op(given), K(op.q.sizes[3]), D(op.v.sizes[3]), L(op.latents()),
-          R(op.heads() / op.groups()), n(op.sinks()), C(op.block), J(op.places()), Z(op.blocks()),
+          R(op.heads() / op.sets), n(op.sinks()), C(op.block), J(op.places()), Z(op.blocks()),
           Kp(whole<T>(K)), Dp(whole<T>(D)), RL(R * L), RLp(whole<T>(RL)), Lq(whole<T>(L + 1) + W),
           base(whole<T>(L + n)), first(base - n), ld(base + whole<T>(longest()) + W),
           together(least(C, most(1, QUERIES / R))), back(backward), far(op.far()),
@@ -112,6 +115,10 @@ struct KeptHead {
         return op.age && block < Z && op.age.at<int64_t>()[block] == 0;
     }
 
+    bool ends(int64_t block) const {
+        return block == (op.ends ? op.ends.at<int64_t>()[state_of(block)] : Z - 1);
+    }
+
     // Rows of some sources, of T, zeros for none.
     void take_sources(const Tensor& x, const Tensor& old, const int64_t* which, int64_t count,
                       T* to, int64_t ldx) {
@@ -142,10 +149,12 @@ struct KeptHead {
         for (int64_t j = 0; j < J; ++j)
             if (op.kept_there.at<bool>()[at + j])
                 sources.push_back(source_at(slot_of(op.kept.at<int64_t>()[at + j])));
-        keys_kept = int64_t(sources.size());
-        low = most(begin - op.window + 1, J);
+        const int64_t keys_kept = int64_t(sources.size());
+        int64_t low = most(begin - op.window + 1, J);
         if (op.age) low = most(low, begin - op.age.at<int64_t>()[z] * C);
         while (source_at(low) < 0) ++low;
+        const bool latents = far && op.begun.at<bool>()[plan_at(z, 1)];
+        own = {latents ? first - L : first, base + keys_kept + begin - low + 1};
         for (int64_t slot = low; slot < begin + rows_in_all; ++slot)
             sources.push_back(source_at(slot));
         const int64_t count = int64_t(sources.size());
@@ -175,10 +184,13 @@ struct KeptHead {
         turn<T>(along(x, ldx, 0, count, 0, ldx, left), ldx / PAIR, 0, count, factors(width), to);
     }
 
-    // The columns that a query of the block sees.
-    Columns seen(int64_t query) const {
-        const bool latents = far && op.begun.at<bool>()[plan_at(z, 1)];
-        return {latents ? first - L : first, base + keys_kept + begin - low + query + 1};
+    // The first of the columns that queries see, and where those of a query end.
+    int64_t start() const { return own.start; }
+    int64_t stop_of(int64_t query) const { return own.stop + query; }
+    void find_stops(int64_t from, int64_t stop) {
+        stops.clear();
+        for (int64_t query = from; query < stop; ++query)
+            stops.insert(stops.end(), size_t(R), stop_of(query));
     }
 
     // Rows of queries from .. stop, of T: R for each.
@@ -187,7 +199,7 @@ struct KeptHead {
             const int64_t token = query_at(i);
             for (int64_t r = 0; r < R; ++r, to += ldx) {
                 if (token < 0) clear(to, ldx);
-                else take(x, b, token, g * R + r, 1, to, ldx, factor);
+                else take(x, b, token, h0 + r, 1, to, ldx, factor);
             }
         }
     }
@@ -195,7 +207,7 @@ struct KeptHead {
         for (int64_t i = from; i < stop; ++i) {
             const int64_t token = query_at(i);
             for (int64_t r = 0; r < R; ++r, rows += ldx)
-                if (token >= 0) put(x, b, token, g * R + r, 1, rows, ldx);
+                if (token >= 0) put(x, b, token, h0 + r, 1, rows, ldx);
         }
     }
 
@@ -203,7 +215,7 @@ struct KeptHead {
     void against(int64_t from, int64_t stop, const T* x, const T* of_sinks, int64_t ldx,
                  int64_t width, const Factor<T>* rows_panels, const Factor<T>* sinks_panels,
                  T* to) {
-        const int64_t rows = (stop - from) * R, count = seen(stop - 1).stop - base;
+        const int64_t rows = (stop - from) * R, count = stop_of(stop - 1) - base;
         const int64_t n_factors = factors(width), lda = ldx / PAIR;
         if (n) {
             const Factor<T>* a = along(of_sinks, ldx, 0, rows, 0, ldx, left);
@@ -215,7 +227,7 @@ struct KeptHead {
         for (int64_t c = 0; c < count; c += W)
             for (int64_t i = 0; i < rows; i += ROWS) {
                 const int64_t some = least(ROWS, rows - i);
-                if (base + c >= seen(from + (i + some - 1) / R).stop) continue;
+                if (base + c >= stops[size_t(i + some - 1)]) continue;
                 tile(some, to + i * ld + base + c, ld, false, a + i * lda, lda, int64_t(1),
                      rows_panels + c * n_factors, W, n_factors);
             }
@@ -223,7 +235,8 @@ struct KeptHead {
 
     // exp(logit - the largest) of queries from .. stop, and the inverse of its sum.
     void weigh(int64_t from, int64_t stop) {
-        const int64_t most_seen = seen(stop - 1).stop;
+        const int64_t most_seen = stop_of(stop - 1);
+        find_stops(from, stop);
         if (far) take_queries(op.latent_q, from, stop, latent_rows, Lq, T(1));
         for (int64_t i = 0; far && i < (stop - from) * R; ++i) {
             const T *own = latent_rows + i * Lq, exact = own[0];
@@ -236,15 +249,14 @@ struct KeptHead {
         for (int64_t i = 0; i < (stop - from) * R; ++i) {
             T* x = logits + i * ld;
             const int64_t query = from + i / R;
-            const Columns own = seen(query);
-            const Span span = {own.start, own.stop}, none = {0, 0};
-            const int64_t after = most(own.stop, whole<T>(own.stop));
+            const Span span = {start(), stop_of(query)}, none = {0, 0};
+            const int64_t after = whole<T>(span.stop);
             if (query_at(query) < 0) {
-                clear(x + own.start / W * W, most_seen + PAIR - own.start / W * W);
+                clear(x + span.first / W * W, most_seen + PAIR - span.first / W * W);
                 inverse[i] = 0;
                 continue;
             }
-            if (PAIR > 1 || op.softcap) scale_scores(x, i, own.stop);
+            if (PAIR > 1 || op.softcap) scale_scores(x, i, span.stop);
             for (int64_t c : hidden) x[c] = lowest;
             const T total = exponentiate(x, span, none).sum;
             inverse[i] = total == T(0) ? T(0) : T(1) / total;
@@ -267,18 +279,16 @@ struct KeptHead {
 
     void forward_queries(int64_t from, int64_t stop) {
         weigh(from, stop);
-        const int64_t rows = (stop - from) * R, start = first / PAIR * PAIR;
-        const Factor<T>* a =
-            along(logits, ld, 0, rows, start, seen(stop - 1).stop, left);
+        const int64_t rows = (stop - from) * R, low = first / PAIR * PAIR;
+        const Factor<T>* a = along(logits, ld, 0, rows, low, stop_of(stop - 1), left);
         for (int64_t d = 0; d < Dp; d += W)
             for (int64_t i = 0; i < rows; i += ROWS) {
                 const int64_t some = least(ROWS, rows - i);
-                const int64_t end = seen(from + (i + some - 1) / R).stop;
-                tile(some, out + i * Dp + d, Dp, false, a + (i * ld + start) / PAIR, ld / PAIR,
-                     int64_t(1), values + start / PAIR * Dp + d, Dp,
-                     factors(end) - start / PAIR);
+                tile(some, out + i * Dp + d, Dp, false, a + (i * ld + low) / PAIR, ld / PAIR,
+                     int64_t(1), values + low / PAIR * Dp + d, Dp,
+                     factors(stops[size_t(i + some - 1)]) - low / PAIR);
             }
-        if (seen(from).start < first)
+        if (start() < first)
             for (int64_t r = 0; r < R; ++r)
                 product(out + r * Dp, R * Dp, true, stop - from, Dp, logits + r * ld + first - L,
                         R * ld, int64_t(1), mean + r * L * Dp, Dp, L);
@@ -299,7 +309,7 @@ struct KeptHead {
     void begin_row() {
         begin_latents();
         if (!op.log_mass) return;
-        const int64_t at = (b * op.heads() + g * R) * L;
+        const int64_t at = (b * op.heads() + h0) * L;
         for (int64_t l = 0; l < RL; ++l) {
             top[l] = double(op.log_mass.at<T>()[at + l]);
             if (op.log_mass.at<T>()[at + l] == lowest) continue;
@@ -328,7 +338,7 @@ struct KeptHead {
                 const int64_t token = token_of(source_at(slot));
                 for (int64_t r = 0; token >= 0 && r < R; ++r) {
                     const Tensor& x = op.log_decay;
-                    const T* from = x.at<T>() + place(x, b, token, g * R + r);
+                    const T* from = x.at<T>() + place(x, b, token, h0 + r);
                     for (int64_t l = 0; l < L; ++l) to[r * L + l] += double(from[l * x.strides[3]]);
                 }
             }
@@ -349,7 +359,7 @@ struct KeptHead {
         for (int64_t r = 0; r < R; ++r)
             for (int64_t l = 0; l < L; ++l)
                 to[r * L + l] += double(
-                    x.at<T>()[place(x, b, source, g * R + r) + l * x.strides[3]]);
+                    x.at<T>()[place(x, b, source, h0 + r) + l * x.strides[3]]);
     }
     int64_t leaving(int64_t slot) const { return least(slot + op.window, op.slots() - 1); }
 
@@ -358,8 +368,10 @@ struct KeptHead {
         read.clear();
         const int64_t at = plan_at(block, C);
         for (int64_t i = 0; i < C; ++i)
-            if (op.late_there.at<bool>()[at + i])
-                read.push_back(slot_of(op.late.at<int64_t>()[at + i]));
+            if (op.late_there.at<bool>()[at + i]) {
+                const int64_t slot = slot_of(op.late.at<int64_t>()[at + i]);
+                if (source_at(slot) >= 0) read.push_back(slot);
+            }
         for (int64_t l = 0; l < RL; ++l) highest[l] = top[l];
         for (size_t i = 0; i < read.size(); ++i) {
             const int64_t source = source_at(read[i]), past = source < op.old();
@@ -368,7 +380,7 @@ struct KeptHead {
             const int64_t row = past ? source : token_of(source);
             double* own = raw + int64_t(i) * RLp;
             for (int64_t r = 0; r < R; ++r) {
-                const int64_t h = g * R + r;
+                const int64_t h = h0 + r;
                 gather(x, place(x, b, row, h), x.strides[3], L, e);
                 for (int64_t l = 0; l < L; ++l) own[r * L + l] = double(e[l]);
             }
@@ -414,7 +426,7 @@ struct KeptHead {
     }
 
     int64_t saved_at(int64_t block) const {
-        return ((b * op.segments() + block / op.together()) * op.heads() + g * R) * L;
+        return ((b * op.segments() + block / op.together()) * op.heads() + h0) * L;
     }
     void save(int64_t block) {
         const int64_t at = saved_at(block);
@@ -434,7 +446,7 @@ struct KeptHead {
     // The state of a sequence, after its last block.
     void put_state(int64_t state, int64_t block) {
         if (forgets && block >= 0) forget(slot_at(block), slot_at(block) + C - 1);
-        const int64_t at = (state * op.heads() + g * R) * L;
+        const int64_t at = (state * op.heads() + h0) * L;
         for (int64_t l = 0; l < RL; ++l) {
             op.last_mass.at<T>()[at + l] =
                 mass[l] == T(0) ? lowest : T(top[l] + double(std::log(mass[l])));
@@ -442,8 +454,11 @@ struct KeptHead {
         }
     }
 
-    void forward(int64_t row, int64_t group) {
-        b = row, g = group;
+    void begin_task(int64_t row, int64_t which) {
+        b = row, set = which, h0 = which * R, g = h0 / (op.heads() / op.groups());
+    }
+    void forward(int64_t row, int64_t which) {
+        begin_task(row, which);
         if (far) begin_row();
         if (forgets) sum_decays();
         for (int64_t block = 0; block < Z; ++block) {
@@ -453,13 +468,11 @@ struct KeptHead {
             for (int64_t from = 0; from < rows_in_all; from += together)
                 forward_queries(from, least(from + together, rows_in_all));
             if (!far) continue;
-            for (int64_t s = 0; op.ends && s < op.states(); ++s)
-                if (op.ends.at<int64_t>()[s] == block) put_state(s, block);
+            if (ends(block)) put_state(state_of(block), block);
         }
         if (!far) return;
-        if (!op.ends) return put_state(b, Z - 1);
         begin_latents();
-        for (int64_t s = 0; s < op.states(); ++s)
+        for (int64_t s = 0; op.ends && s < op.states(); ++s)
             if (op.ends.at<int64_t>()[s] < 0) put_state(s, -1);
     }
 
@@ -469,8 +482,8 @@ struct KeptHead {
     void backward_queries(int64_t from, int64_t stop) {
         weigh(from, stop);
         take_queries(op.dout, from, stop, dy, Dp, T(1));
-        const int64_t count = stop - from, rows = count * R, end = seen(stop - 1).stop;
-        const bool latents = seen(from).start < first;
+        const int64_t count = stop - from, rows = count * R, end = stop_of(stop - 1);
+        const bool latents = start() < first;
         const int64_t Lw = whole<T>(L);
         for (int64_t r = 0; latents && r < R; ++r)
             product(pairs + r * ld + first - L, R * ld, false, count, Lw, dy + r * Dp, R * Dp,
@@ -494,23 +507,23 @@ struct KeptHead {
     // From exponentials in logits and <dy, v> in pairs: gradients of the scores in pairs, those of
     // latent_q in its place, and dy times the inverse of the sum.
     void through_softmax(int64_t i, int64_t query, int64_t end, bool latents) {
-        T *x = logits + i * ld, *y = pairs + i * ld, *own = latent_rows + i * Lq;
-        const Columns span = seen(query);
-        const int64_t start = span.start / W * W, after = whole<T>(span.stop);
-        if (query_at(query) < 0) return clear(y + start, end + PAIR - start);
+        T *x = logits + i * ld, *y = pairs + i * ld, *to = latent_rows + i * Lq;
+        const Span span = {start(), stop_of(query)};
+        const int64_t from = span.first / W * W, after = whole<T>(span.stop);
+        if (query_at(query) < 0) return clear(y + from, end + PAIR - from);
         V<T> sums{};
-        for (int64_t c = start; c < span.stop; c += W)
-            sums = sums + within(load_all(x + c) * load_all(y + c), V<T>{}, c, span.start,
+        for (int64_t c = from; c < span.stop; c += W)
+            sums = sums + within(load_all(x + c) * load_all(y + c), V<T>{}, c, span.first,
                                  span.stop);
         const T share = inverse[i], total = share * added(sums);
         for (int64_t l = 0; far && l < L; l += W) {
             const int64_t c = first - L + l;
             const V<T> dx = latents ? load_all(x + c) * share * (load_all(y + c) - total) : V<T>{};
-            store_all(own + 1 + l, within(dx, V<T>{}, l, 0, L));
+            store_all(to + 1 + l, within(dx, V<T>{}, l, 0, L));
         }
         T exact = 0;
-        for (int64_t l = 0; l < L; ++l) exact -= own[1 + l];
-        own[0] = exact;
+        for (int64_t l = 0; l < L; ++l) exact -= to[1 + l];
+        to[0] = exact;
         for (int64_t c = first / W * W; c < span.stop; c += W) {
             V<T> dx = load_all(x + c) * (share * score_scale) * (load_all(y + c) - total);
             if (op.softcap) dx = dx * load_all(slope + i * ld + c);
@@ -530,7 +543,7 @@ struct KeptHead {
         for (int64_t d = 0; d < ldy; d += W)
             for (int64_t c = begin_at; c < end; c += ROWS) {
                 // The first query that sees a column, and with it all those before it.
-                const int64_t query = c - base - keys_kept - (begin - low);
+                const int64_t query = c + 1 - stop_of(0);
                 const int64_t row = least(most(0, query - from), stop - from) * R / PAIR;
                 tile(least(ROWS, end - c), to + c * ldy + d, ldy, true, a + row * ld + c,
                      int64_t(1), ld, of + row * ldy + d, ldy, factors(rows) - row);
@@ -539,14 +552,14 @@ struct KeptHead {
 
     // The sum over columns of the gradients of the scores times their keys, in place of queries.
     void to_queries(int64_t from, int64_t stop, int64_t begin_at, int64_t end, T* to) {
-        const int64_t rows = (stop - from) * R, start = begin_at / PAIR * PAIR;
-        const Factor<T>* a = along(pairs, ld, 0, rows, start, end, left);
+        const int64_t rows = (stop - from) * R, low = begin_at / PAIR * PAIR;
+        const Factor<T>* a = along(pairs, ld, 0, rows, low, end, left);
         for (int64_t d = 0; d < Kp; d += W)
             for (int64_t i = 0; i < rows; i += ROWS) {
                 const int64_t some = least(ROWS, rows - i);
-                const int64_t last = least(end, seen(from + (i + some - 1) / R).stop);
-                tile(some, to + i * Kp + d, Kp, false, a + (i * ld + start) / PAIR, ld / PAIR,
-                     int64_t(1), keys + start / PAIR * Kp + d, Kp, factors(last) - start / PAIR);
+                const int64_t last = least(end, stops[size_t(i + some - 1)]);
+                tile(some, to + i * Kp + d, Kp, false, a + (i * ld + low) / PAIR, ld / PAIR,
+                     int64_t(1), keys + low / PAIR * Kp + d, Kp, factors(last) - low / PAIR);
             }
         for (int64_t i = 0; i < rows * Kp; i += W)
             store_all(to + i, load_all(to + i) * query_scale);
@@ -559,7 +572,7 @@ struct KeptHead {
         add_row(all_of, b, past ? source : token_of(source), from);
     }
     void add_row(const Tensor& x, int64_t row, int64_t at, const T* from) {
-        T* to = x.at<T>() + place(x, row, at, g);
+        T* to = x.at<T>() + place(x, row, at, set);
         const int64_t count = x.sizes[3];
         for (int64_t d = 0; d < count; d += W)
             store(to + d, load(to + d, 1, count - d) + load_all(from + d), count - d);
@@ -605,7 +618,7 @@ struct KeptHead {
     void add_end(int64_t state, int64_t end_slot, const T* mass_now, const T* means_now) {
         const Tensor &dm = op.dlast_mass, &dmu = op.dlast_mean;
         for (int64_t l = 0; l < RL; ++l) {
-            const int64_t h = g * R + l / L, at = l % L;
+            const int64_t h = h0 + l / L, at = l % L;
             const T share = mass_now[l] == T(0) ? T(0) : T(1) / mass_now[l];
             const T dmass = dm.at<T>()[place(dm, state, h, at)];
             add_reverse(l, share, means_now + l * Dp, dmu.at<T>() + place(dmu, state, h, at),
@@ -619,9 +632,7 @@ struct KeptHead {
         for (int64_t l = 0; l < RL; ++l)
             add_reverse(l, mass_now[l] == T(0) ? T(0) : T(1) / mass_now[l], means_now + l * Dp,
                         dmean + l * Dp, 1, T(0));
-        for (int64_t s = 0; op.ends && s < op.states(); ++s)
-            if (op.ends.at<int64_t>()[s] == block) add_end(s, slot_at(block) + C - 1, mass_now, means_now);
-        if (!op.ends && block == Z - 1) add_end(b, slot_at(block) + C - 1, mass_now, means_now);
+        if (ends(block)) add_end(state_of(block), slot_at(block) + C - 1, mass_now, means_now);
         copy(top, tops + j * RLp, RL);
         load_late(block);
         const int64_t count = int64_t(read.size());
@@ -657,13 +668,13 @@ struct KeptHead {
         const Tensor& x = past ? op.dold_latent_k : op.dlatent_k;
         for (int64_t r = 0; r < R; ++r) {
             copy(out, from + r * L, L);
-            put(x, b, past ? source : token_of(source), g * R + r, 1, out, whole<T>(L));
+            put(x, b, past ? source : token_of(source), h0 + r, 1, out, whole<T>(L));
         }
         if (!forgets) return;
         for (int64_t l = 0; l < RL; ++l) dforgotten[leaving(slot) * RL + l] -= double(from[l]);
         if (!past) return;
         const Tensor& lost = op.dold_log_decay;
-        copy(lost.at<T>() + place(lost, b, source, g * R), from, RL);
+        copy(lost.at<T>() + place(lost, b, source, h0), from, RL);
     }
 
     // The states after the updates of a segment's blocks: a second forward pass.
@@ -677,8 +688,8 @@ struct KeptHead {
         }
     }
 
-    void backward(int64_t row, int64_t group) {
-        b = row, g = group;
+    void backward(int64_t row, int64_t which) {
+        begin_task(row, which);
         begin_latents();
         if (forgets) sum_decays(), clear(dforgotten, op.slots() * RL);
         clear(reverse, (RLp + W) * Dp);
@@ -705,14 +716,14 @@ struct KeptHead {
                 const int64_t token = token_of(source_at(slot));
                 if (token < 0) continue;
                 const Tensor& x = op.dlog_decay;
-                T* to = x.at<T>() + place(x, b, token, g * R);
+                T* to = x.at<T>() + place(x, b, token, h0);
                 for (int64_t l = 0; l < RL; ++l) to[l] = T(own[l]);
             }
     }
 
     // The gradients of the state before; zero of an empty one.
     void put_begin() {
-        const int64_t at = (b * op.heads() + g * R) * L;
+        const int64_t at = (b * op.heads() + h0) * L;
         for (int64_t l = 0; l < RL; ++l) {
             const bool empty = op.log_mass.at<T>()[at + l] == lowest;
             const T* mean_l = op.mean.at<T>() + (at + l) * D;
@@ -726,14 +737,14 @@ struct KeptHead {
     }
 };
 
-// Calls (head.*work)(row, group) for each of both.
-static void every_group(const KeptAttention& op, bool back,
-                        void (KeptHead::*work)(int64_t, int64_t)) {
-    parallel_tasks(op.batch() * op.groups(), [&](Tasks& tasks) {
+// Calls (head.*work)(row, set) for each of both.
+static void every_set(const KeptAttention& op, bool back,
+                      void (KeptHead::*work)(int64_t, int64_t)) {
+    parallel_tasks(op.batch() * op.sets, [&](Tasks& tasks) {
         KeptHead head(op, back);
         for (int64_t task = tasks.next(); task >= 0; task = tasks.next())
-            (head.*work)(task / op.groups(), task % op.groups());
+            (head.*work)(task / op.sets, task % op.sets);
     });
 }
-static void run_forward_in(const KeptAttention& op) { every_group(op, false, &KeptHead::forward); }
-static void run_backward_in(const KeptAttention& op) { every_group(op, true, &KeptHead::backward); }
+static void run_forward_in(const KeptAttention& op) { every_set(op, false, &KeptHead::forward); }
+static void run_backward_in(const KeptAttention& op) { every_set(op, true, &KeptHead::backward); }
