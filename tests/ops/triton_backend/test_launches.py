@@ -133,7 +133,14 @@ def most_stack(
 
 def most_stack_of_kept(kernel: str, dtype: torch.dtype, L: int, D: int) -> int:
     """:func:`most_stack` of the kernels of kept tokens."""
-    return 10**6
+    single, sources = dtype == FP32, kernel.startswith("kept_source")
+    if kernel == "kept_outputs":
+        return 128 if single or L > 128 else 0
+    if L % 16 and L > 1 or D % 16 and D > 1:
+        return 640 if single else 376
+    if single or L > 128:
+        return 640
+    return 160 if D > 64 else 104 if sources else 0
 
 
 def compiling(launched: list[Resources], card: int) -> Any:
