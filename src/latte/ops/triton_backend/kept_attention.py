@@ -103,8 +103,6 @@ def backward(
     return found | {"k": dk, "v": dv}
 
 
-GRADIENTS = ("q", "k", "v", "latent_q", "latent_k", "log_mass", "mean")
-GRADIENTS += ("sink_q", "sink_k", "sink_v")
 kept_op = differentiable_op(
     "triton_kept",
     KeptCall,
@@ -112,7 +110,10 @@ kept_op = differentiable_op(
     forward,
     backward,
     returns=["out", "log_mass", "mean"],
-    gradients=GRADIENTS,
+    gradients=(
+        *("q", "k", "v", "latent_q", "latent_k", "log_mass", "mean"),
+        *("sink_q", "sink_k", "sink_v"),
+    ),
     saves=["mean", "top_M", "mass_M", "mean_M", "top", "mass", "falls"],
 )
 

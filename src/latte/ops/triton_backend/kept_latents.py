@@ -129,9 +129,9 @@ class LateLatents(Launcher):
         first = torch.empty_like(dmean1), torch.empty_like(lost1)
         given = (top, mass, asked, lost, self.parts.first, top1, mass1, dmean1, lost1)
         self.by_sequence(scan_back, *given, *after, *first, **self.decay(fall))
-        given = (top, mass, *after, *results)
+        late = (top, mass, *after, *results)
         options = {"PRODUCT": self.wide, "num_warps": self.warps_back(self.warps)}
-        self.by_place(late_gradients, self.H // self.R, *given, **options)
+        self.by_place(late_gradients, self.H // self.R, *late, **options)
         return first
 
     def decay(self, fall: Tensor) -> dict[str, Any]:
