@@ -254,8 +254,8 @@ def attend(
         seen = SeenSinks.of(sinks._replace(position=before), window, sequences)
         view = view._replace(sink_mask=sinks.mask, sinks_seen=seen.seen)
     # Kernels keep sequences apart, but decays are summed over all packed ones.
-    summed = sequences.cu_seqlens is not None and latents is not None
-    apart = chosen == "triton" and not (summed and latents.log_decay is not None)
+    summed = sequences.cu_seqlens is not None and late.log_decay is not None
+    apart = chosen == "triton" and not summed
     out, *found = run(*given.values()) if apart else isolated(run, view, given)
     last = KEPT[chosen].state_after(plan, k, v, state, latents) if output_final_state else None
     return out, LatteState(*found) if found else None, last

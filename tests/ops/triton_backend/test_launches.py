@@ -133,7 +133,16 @@ def most_stack(
 
 def most_stack_of_kept(kernel: str, dtype: torch.dtype, L: int, D: int) -> int:
     """:func:`most_stack` of the kernels of kept tokens."""
-    return 10**6
+    single, sources = dtype == FP32, kernel.startswith("kept_source")
+    if L > 128:
+        return 1536  # means in tf32, which few threads share
+    if kernel == "kept_outputs":
+        return 128 if single else 0
+    if L % 16 and L > 1 or D % 16 and D > 1:
+        return 640 if single else 376
+    if single:
+        return 640
+    return 160 if D > 64 else 104 if sources else 0
 
 
 def compiling(launched: list[Resources], card: int) -> Any:

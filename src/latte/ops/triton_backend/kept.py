@@ -8,13 +8,11 @@ Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K key width
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from latte.ops.kept import KeptLatents, KeptState
+from latte.ops.kept import Kept, KeptLatents, KeptState
 from latte.ops.state import Sinks
-from latte.ops.tensors import Local
+from latte.ops.tensors import Local, Sequences
 from latte.ops.torch_backend import kept as torch_kept
 from latte.ops.torch_backend.kept import state_after
 
@@ -25,11 +23,17 @@ class Plan:
     """Which sources each block of queries reads, and what is held after the call."""
 
     @staticmethod
-    def of(*given: Any) -> torch_kept.Plan:
+    def of(
+        kept: Kept,
+        window: int,
+        sequences: Sequences,
+        state: KeptState | None,
+        sinks: Sinks | None,
+    ) -> torch_kept.Plan:
         """See :meth:`latte.ops.torch_backend.kept.Plan.of`."""
         from latte.ops.triton_backend.kept_choice import choose
 
-        return torch_kept.Plan.of(*given, choose=choose)
+        return torch_kept.Plan.of(kept, window, sequences, state, sinks, choose)
 
 
 def attention(

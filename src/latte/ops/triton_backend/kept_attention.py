@@ -36,12 +36,12 @@ from latte.ops.triton_backend.kept_latents import (
     SIZES, LateLatents, Tables, load_rows, store_rows,
 )  # fmt: skip
 from latte.ops.triton_backend.launch import (
-    ADD_KEPT, MANY_REGISTERS, by_chunk, capability, launch, rounding, window_tiles,
+    ADD_KEPT, MANY_REGISTERS, by_chunk, capability, launch, rounding, warn_of_assembler,
+    window_tiles,
 )  # fmt: skip
 from latte.ops.triton_backend.segments import state_gradients
 from latte.ops.triton_backend.softmax import (
-    load_chunk, log_mass_of_softmax, softmax_step, store_chunk, unit_of,
-    window_weights,
+    load_chunk, log_mass_of_softmax, softmax_step, store_chunk, unit_of, window_weights,
 )  # fmt: skip
 from latte.ops.triton_backend.tiles import (
     added, inverse, load_mixture, load_numbers, load_state, load_window_logits, mm,
@@ -103,8 +103,6 @@ def backward(
     return found | {"k": dk, "v": dv}
 
 
-GRADIENTS = ("q", "k", "v", "latent_q", "latent_k", "log_mass", "mean")
-GRADIENTS += ("sink_q", "sink_k", "sink_v")
 kept_op = differentiable_op(
     "triton_kept",
     KeptCall,
@@ -112,7 +110,10 @@ kept_op = differentiable_op(
     forward,
     backward,
     returns=["out", "log_mass", "mean"],
-    gradients=GRADIENTS,
+    gradients=(
+        *("q", "k", "v", "latent_q", "latent_k", "log_mass", "mean"),
+        *("sink_q", "sink_k", "sink_v"),
+    ),
     saves=["mean", "top_M", "mass_M", "mean_M", "top", "mass", "falls"],
 )
 
@@ -122,8 +123,8 @@ class KeptLauncher:
 
     def __init__(self, x: KeptCall) -> None:
         self.x, self.device = x, x.q.device
-        B, Z, G, R = x.shape
-        K, D = x.q.shape[-1], x.v.shape[-1]
+        warn_of_assembler(self.device)
+        Z, K, D = x.shape[1], x.q.shape[-1], x.v.shape[-1]
         L = 1 if x.latent_q is None else x.latent_q.shape[-1] - 1
         self.K, self.D, self.L, self.front = K, D, L, x.k.shape[1] - Z * x.block
         card, sinks = capability(self.device), x.sink_q is not None

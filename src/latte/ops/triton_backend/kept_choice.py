@@ -36,7 +36,7 @@ class ChoiceCall(NamedTuple):
     blocks: int
     block: int
     window: int
-    count: int
+    kept: int
 
 
 def choose(keys_BGS: Tensor, layout: Layout, window: int, count: int) -> Choice:
@@ -48,7 +48,7 @@ def choose(keys_BGS: Tensor, layout: Layout, window: int, count: int) -> Choice:
 def buffers(x: ChoiceCall) -> tuple[Tensor, ...]:
     """Empty outputs of the op."""
     B, G, _ = x.keys.shape
-    kept, late = (B, G, x.blocks + 1, x.count), (B, G, x.blocks, x.block)
+    kept, late = (B, G, x.blocks + 1, x.kept), (B, G, x.blocks, x.block)
     return tuple(
         x.keys.new_empty(shape, dtype=dtype)
         for shape in (kept, late)
@@ -59,7 +59,7 @@ def buffers(x: ChoiceCall) -> tuple[Tensor, ...]:
 def forward(x: ChoiceCall) -> tuple[Tensor, ...]:
     """Slots of the kept keys and whether there are any; the same of what is late."""
     index, there, late, late_there = buffers(x)
-    (B, G, S), Z, N, keys = x.keys.shape, x.blocks, x.count, x.keys.contiguous()
+    (B, G, S), Z, N, keys = x.keys.shape, x.blocks, x.kept, x.keys.contiguous()
     best = keys.new_empty(index.shape)
     length = max(SHORTEST_CHOICE, 1 << math.isqrt(max(Z - 1, 1)).bit_length())
     M = -(-Z // length)

@@ -98,7 +98,11 @@ class LateLatents(Launcher):
         """Write :meth:`buffers`."""
         x, sums = self.x, self.states(self.x.v)
         *results, fall = buffers
-        given = {"PRODUCT": self.narrow, "fall_ptr": fall if self.falls else None}
+        given = {
+            "PRODUCT": self.narrow,
+            "num_warps": self.warps,
+            "fall_ptr": fall if self.falls else None,
+        }
         self.by_place(late_sums, self.H, *sums, **given)
         earlier = contiguous(x.log_mass, x.mean)
         self.by_sequence(scan, *sums, self.parts.first, *earlier, *results, **self.decay(fall))
@@ -125,8 +129,9 @@ class LateLatents(Launcher):
         first = torch.empty_like(dmean1), torch.empty_like(lost1)
         given = (top, mass, asked, lost, self.parts.first, top1, mass1, dmean1, lost1)
         self.by_sequence(scan_back, *given, *after, *first, **self.decay(fall))
-        given = (top, mass, *after, *results)
-        self.by_place(late_gradients, self.H // self.R, *given, PRODUCT=self.wide)
+        late = (top, mass, *after, *results)
+        options = {"PRODUCT": self.wide, "num_warps": self.warps_back(self.warps)}
+        self.by_place(late_gradients, self.H // self.R, *late, **options)
         return first
 
     def decay(self, fall: Tensor) -> dict[str, Any]:
@@ -147,7 +152,6 @@ class LateLatents(Launcher):
             C=self.config.C,
             BL=self.config.BL,
             BX=self.BX,
-            num_warps=self.warps,
             num_stages=1,
             **more,
         )

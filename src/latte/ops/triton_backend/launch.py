@@ -181,7 +181,7 @@ SINK_SUMS = {"U": 32, "BX": 64, "num_warps": 4}
 CHOICE = {"BN": 64, "num_warps": 4}
 SHORTEST_CHOICE = 16
 # The sums over blocks of the gradients of kept tokens: U blocks at a time, and the tile of a width.
-ADD_KEPT = {"U": 16, "BX": 64, "num_warps": 4}
+ADD_KEPT = {"U": 16, "BX": 64, "num_warps": 1}
 
 
 class MacchiatoTiles(NamedTuple):
