@@ -34,6 +34,7 @@ class KeptScores(InitializedModule):
         self.up = nn.Linear(hidden_size, width)
         self.down = nn.Linear(width, num_groups)
         self.reset_parameters()
+        self.requires_grad_(False)
 
     def initial_values(self) -> dict[str, Tensor]:
         own = {"down.weight": self.down.weight, "down.bias": self.down.bias}
@@ -42,11 +43,20 @@ class KeptScores(InitializedModule):
     def forward(self, x: Tensor) -> Tensor:
         """Scores (B, T, G) of inputs (B, T, E), in the dtype of the weights."""
         x = F.rms_norm(x.to(self.up.weight.dtype), x.shape[-1:], eps=1e-6)
-        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+        return _coarse(self.down(F.gelu(self.up(x))))
 
     def step(self, x_BE: Tensor) -> Tensor:
         """Scores (B, G) of one token per row."""
         parts: Any = self._modules  # ten times as fast as a module's attributes
         up, down = parts["up"]._parameters, parts["down"]._parameters
         x = F.rms_norm(x_BE.to(up["weight"].dtype), x_BE.shape[-1:], eps=1e-6)
-        return F.linear(F.gelu(F.linear(x, *up.values())), *down.values())
+        return _coarse(F.linear(F.gelu(F.linear(x, *up.values())), *down.values()))
+
+
+def _coarse(scores: Tensor) -> Tensor:
+    """The scores with 11 bits.
+
+    In a first layer the same words have the same score. The last bits, which depend on how many
+    tokens a call has, must not decide which of them is kept.
+    """
+    return scores.half().to(scores.dtype)
