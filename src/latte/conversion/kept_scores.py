@@ -180,7 +180,7 @@ class KeptFit:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed * 1000 + self.index)
             scores = KeptScores(x.shape[1], self.wanted[0].shape[-1]).to(x.device)
-        scores.requires_grad_(True)
+        scores.requires_grad_(True)  # in a model they have no gradients
         optimizer = torch.optim.AdamW(
             scores.parameters(), options.learning_rate, weight_decay=options.weight_decay
         )
@@ -215,13 +215,14 @@ def fit_kept_scores(
     rows: Sequence[AskedRow],
     folder: Path,
     *,
+    layers: Sequence[int] | None = None,
     block: int = 64,
     options: KeptFitOptions | None = None,
     seed: int = 0,
     on_row: Callable[[int], None] = lambda _: None,
     on_layer: Callable[[int], None] = lambda _: None,
 ) -> dict[int, dict[str, Tensor]]:
-    """Fit the scores of all converted layers to what the base wants.
+    """Fit the scores of converted layers to what the base wants.
 
     Memory is one row's attention of one layer, and later the inputs of one layer.
 
@@ -230,6 +231,7 @@ def fit_kept_scores(
         rows: What the base reads (:func:`latte.conversion.kept_rows.kept_rows`). Longer than the
             window.
         folder: For files of recorded rows and of fitted layers, which are used if they exist.
+        layers: Numbers of the layers to fit; None: all converted ones.
         block: Number of tokens between two updates of what is kept.
         options: Options of a layer's fit.
         seed: Seed of the initial weights and of the order of rows.
@@ -240,10 +242,11 @@ def fit_kept_scores(
         The weights of each layer's scores, by the layer's number and the weight's name.
     """
     files = record_wanted(model, rows, folder, block, on_row)
-    layers = [x.self_attn for x in model.model.layers if x.self_attn.converted]
     found: dict[int, dict[str, Tensor]] = {}
-    for layer in layers:
+    for layer in (x.self_attn for x in model.model.layers):
         index = layer.layer_idx
+        if not layer.converted or (layers is not None and index not in layers):
+            continue
         file = folder / f"kept-{index:02d}.safetensors"
         if not file.is_file():
             fit = KeptFit(index, files, layer.num_sinks, model.device)
@@ -255,10 +258,11 @@ def fit_kept_scores(
 
 @torch.no_grad()
 def set_kept_scores(model: Any, found: dict[int, dict[str, Tensor]]) -> None:
-    """Copy weights that :func:`fit_kept_scores` gave into a converted model."""
+    """Copy weights that :func:`fit_kept_scores` gave into the layers that have kept tokens."""
     for index, weights in found.items():
-        layer = model.model.layers[index].self_attn
-        layer.latents.kept_scores.load_state_dict(weights)
+        scores = getattr(model.model.layers[index].self_attn.latents, "kept_scores", None)
+        if scores is not None:
+            scores.load_state_dict(weights)
 
 
 def save_kept_scores(

@@ -127,3 +127,16 @@ def test_mistakes_are_said_in_one_line(base, recipe, tmp_path, override, said):
     with pytest.raises(LatteError, match=said) as caught:
         convert_and_train(str(base), tmp_path / "out", recipe(override), quiet=True)
     assert "\n" not in str(caught.value)
+
+
+def test_scores_of_kept_tokens_are_fitted_before_the_latents(base, recipe, tmp_path):
+    """Scores start as 0. They are those of the layers with kept tokens, and are in the model."""
+    own = recipe("conversion.kept_tokens=[4,0,4]", "conversion.kept_block=4", "layers.kept_rows=3")
+    out = convert_and_train(str(base), tmp_path / "out", own, quiet=True)
+    weights = load_file(out / "model.safetensors")
+    scores = {name: x for name, x in weights.items() if ".kept_scores.down.weight" in name}
+    assert {name.split(".")[2] for name in scores} == {"0", "2"}
+    assert all(x.abs().max() > 0 for x in scores.values())
+    assert not (out / "layers" / "kept").exists()
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model(torch.arange(40)[None] % 7).logits.isfinite().all()

@@ -32,7 +32,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from latte.conversion.kept_rows import kept_rows
+from latte.conversion.kept_rows import AskedRow, kept_rows
 from latte.conversion.kept_scores import fit_kept_scores, set_kept_scores
 from latte.conversion.pretrained import save
 from latte.conversion.recording import FitErrors, FitOptions, LayerFit, record
@@ -108,6 +108,7 @@ def distill_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fals
     samples = calibration_blocks(text, recipe.data)
     model = starting_model(recipe.conversion, section.seed, samples, default_device()).eval()
     text.train.check_vocabulary(model.config.vocab_size)
+    layers = {layer.self_attn.layer_idx: layer.self_attn for layer in converted_layers(model)}
     every = len(rows) + len(judges)
     length = recipe.data.block_length
 
@@ -117,14 +118,15 @@ def distill_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fals
 
     if note := repetition(len(text.train), section.rows * length):
         tell(note)
-    if any(layer.self_attn.kept_tokens for layer in converted_layers(model)):
+    if scored := [i for i, layer in layers.items() if hasattr(layer.latents, "kept_scores")]:
         tell(f"scores of kept tokens, from {section.kept_rows} rows of {length:,} tokens")
-        _score(model, text.tokenizer, torch.cat(rows), section, length, folder, quiet)
+        sizes = section.kept_rows, length
+        asked = kept_rows(text.tokenizer, torch.cat(rows), *sizes, seed=section.seed)
+        _score(model, asked, scored, section.seed, folder, quiet)
     tell(f"recording {every} rows of {length:,} tokens")
     with progress(every, "row", shown=not quiet, label="layers") as state:
         files = record(model, [*rows, *judges], folder / "rows", lambda _: state.update(1))
     options = section.options(recipe.conversion.mass_weight)
-    layers = {layer.self_attn.layer_idx: layer.self_attn for layer in converted_layers(model)}
     with progress(len(layers), "layer", shown=not quiet, label="layers", bar=False) as state:
         for index, scores in _fit_all(model, layers, files, section, options, folder):
             state.update(1)
@@ -144,24 +146,17 @@ def distill_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = Fals
 
 
 def _score(
-    model: Any,
-    tokenizer: Any,
-    ids: Tensor,
-    section: LayersSection,
-    length: int,
-    folder: Path,
-    quiet: bool,
+    model: Any, rows: list[AskedRow], scored: list[int], seed: int, folder: Path, quiet: bool
 ) -> None:
     """Fit the scores of kept tokens. The latents are fitted after them, to what they leave."""
-    rows = kept_rows(tokenizer, ids, section.kept_rows, length, seed=section.seed)
-    parts = len(rows) + len(converted_layers(model))
-    with progress(parts, "part", shown=not quiet, label="layers") as state:
+    with progress(len(rows) + len(scored), "part", shown=not quiet, label="layers") as state:
         found = fit_kept_scores(
             model,
             rows,
             folder / "kept",
+            layers=scored,
             block=model.config.kept_block,
-            seed=section.seed,
+            seed=seed,
             on_row=lambda _: state.update(1),
             on_layer=lambda _: state.update(1),
         )
