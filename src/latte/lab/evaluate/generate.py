@@ -143,10 +143,13 @@ def read(model: Any, ids: list[int], cache: Any, label: str = "") -> None:
     from latte.models.cache_name import CACHE_NAME
 
     device = next(model.parameters()).device
+    options: dict[str, Any] = {"use_cache": True, CACHE_NAME: cache}
+    if model._supports_logits_to_keep():
+        options["logits_to_keep"] = 1
     with progress(len(ids), "token", shown=len(ids) >= LONG, label=label) as bar:
         for first in range(0, len(ids), READ_AT_ONCE):
             piece = torch.tensor([ids[first : first + READ_AT_ONCE]], device=device)
-            model(piece, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
+            model(piece, **options)
             bar.update(piece.shape[1])
 
 
