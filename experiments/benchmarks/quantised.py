@@ -83,7 +83,7 @@ def side_of(name: str, file: str, work: Path, most: int) -> Side:
 
 def tokens(args: Any, table: Table) -> None:
     """Time of a token, and of reading, at each context."""
-    names = [LLAMA, *(name for name in args.weights if name in ("file", "bfloat16"))]
+    names = [LLAMA, *(name for name in args.weights if name == "file")]
     missing = [
         n for n in args.contexts if not all(table.has(part="tokens", side=s, at=n) for s in names)
     ]
@@ -147,7 +147,7 @@ def quality(args: Any, table: Table) -> None:
     models = {"float32": exact}
     for name in names:
         models[name] = side_of(name, args.file, args.work, 0).load(None)[0]
-    sums = {name: [0.0, 0.0, 0] for name in models}
+    sums: dict[str, list[float]] = {name: [0.0, 0.0, 0] for name in models}
     with torch.inference_mode():
         runs = zip(*(logs(model, ids) for model in models.values()), strict=True)
         for piece, (first, *others) in zip(ids.split(PIECE, 1), runs, strict=True):
@@ -155,14 +155,22 @@ def quality(args: Any, table: Table) -> None:
                 loss = -found[:-1].gather(1, piece[0, 1:, None]).double().sum().item()
                 kl = (first.exp() * (first - found)).sum().double().item()
                 sums[name] = [sums[name][0] + loss, sums[name][1] + kl, sums[name][2] + len(found)]
-            say(f"quality: {sums['float32'][2]} of {ids.numel()} tokens")
-    pieces = -(-ids.numel() // PIECE)  # whose first tokens are not predicted
+            for row in quality_rows(sums):
+                say(", ".join(f"{key} {value}" for key, value in row.items()))
+    for row in quality_rows(sums):
+        if not table.has(part="quality", side=row["side"], at=row["at"]):
+            table.add(row)
+
+
+def quality_rows(sums: dict[str, list[float]]) -> list[Row]:
+    """A row for each side, of its summed losses and divergences, and the number of tokens."""
+    rows: list[Row] = []
     for name, (loss, kl, count) in sums.items():
-        perplexity = math.exp(loss / (count - pieces))
-        row: Row = {"part": "quality", "side": name, "at": count}
-        row |= {"perplexity": round(perplexity, 4), "kl": round(kl / count, 6)}
-        if not table.has(part="quality", side=name):
-            table.add_and_say(row)
+        predicted = count - -(-count // PIECE)  # all but the first token of each piece
+        row: Row = {"part": "quality", "side": name, "at": int(count)}
+        row |= {"perplexity": round(math.exp(loss / predicted), 4), "kl": round(kl / count, 6)}
+        rows.append(row)
+    return rows
 
 
 def llama_server(file: str, threads: int) -> Any:
