@@ -79,7 +79,7 @@ class Server:
         self.name, self.model, self.url = name, model, f"http://localhost:{port}"
         environment = {**os.environ, **variables}
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
-        while not self._answers("/health"):
+        while not (self._answers("/health") or self._answers("/v1/models")):
             if self.process.poll() is not None:
                 raise SystemExit(f"{name}: the server ended: {' '.join(command)}")
             time.sleep(0.2)

@@ -214,8 +214,11 @@ def _quantised() -> Section:
     _native_modules()
     import torch
 
+    from latte.ops import cpp_backend
     from latte.ops.quantised import BLOCKS, instructions
 
+    if cpp_backend.ABSENT is None:
+        return dict.fromkeys(("int4", "int8"), "native kernels")
     capability = torch.backends.cpu.get_cpu_capability()
     slow = f"PyTorch has fast kernels for {' and '.join(BLOCKS)}, this CPU has {capability}"
     four = instructions()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
@@ -32,6 +33,9 @@ ACTIVATIONS: dict[type[nn.Module], Callable[..., Tensor]] = {}
 # Of maps with other weights than those that the kernels read, by class: from the module, what gives
 # its output for few rows (B, E) without the cost of a module's call.
 MAPS: dict[type[nn.Module], Callable[[Any], Callable[[Tensor], Tensor]]] = {}
+# Of maps with weights in 4 and 8 bits, by class: from the module, its integers and their scales if
+# the kernels of quantised maps read them, else None.
+INTEGERS: dict[type[nn.Module], Callable[[Any], tuple[Tensor, Tensor] | None]] = {}
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -70,6 +74,23 @@ def native_weights(
         for name in READ[kind]:
             weights.append(held.get(name))
     return weights if decoding.fits(x, *weights) else []
+
+
+def native_integers(x: Tensor, maps: Iterable[Any]) -> list[Tensor]:
+    """The integers and scales that kernels read in the place of these maps, one after the other.
+
+    Empty if the maps are called, as in :func:`native_weights`, for x (B, E).
+    """
+    found: list[Tensor] = []
+    if x.dtype == torch.float64 or not decoding.serves(x, x.numel()):
+        return found
+    for module in maps:
+        read = INTEGERS.get(type(module))
+        integers = None if read is None or is_hooked(module) else read(module)
+        if integers is None:
+            return []
+        found += integers
+    return found
 
 
 def direct(x: Tensor, module: Any) -> Callable[[Tensor], Tensor]:

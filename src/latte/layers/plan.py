@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from latte.layers.native import ACTIVATIONS, GATED, NORMS, direct, is_hooked, native_weights
+from latte.layers.native import (
+    ACTIVATIONS,
+    GATED,
+    NORMS,
+    direct,
+    is_hooked,
+    native_integers,
+    native_weights,
+)
 from latte.layers.parts import InitializedModule
 from latte.ops import decoding
 
@@ -169,6 +177,12 @@ class StepPlan:
             found = self._keep(modules, native_weights(x, modules, kinds, most_rows))
         return found
 
+    def _integers(self, x: Tensor, maps: tuple[Any, ...]) -> list[Tensor]:
+        """As :func:`latte.layers.native.native_integers`."""
+        key = ("integers", *maps)
+        found = self._kept.get(key)
+        return self._keep(key, native_integers(x, maps)) if found is None else found  # type: ignore[no-any-return]
+
     def _keep(self, modules: tuple[Any, ...], answer: Any) -> Any:
         if self._found is not None:
             self._kept[modules] = answer
@@ -176,6 +190,8 @@ class StepPlan:
 
     def linear_maps(self, x: Tensor, *maps: Any) -> tuple[Tensor, ...]:
         """The output of up to three linear maps for x (B, E)."""
+        if integers := self._integers(x, maps):
+            return decoding.quantised_maps(x, *integers)
         weights = self.weights(x, maps, (nn.Linear,) * len(maps))
         if weights:
             return decoding.linear_maps(x, *weights)
@@ -183,6 +199,9 @@ class StepPlan:
 
     def linear_add(self, x: Tensor, linear: Any, residual: Tensor) -> Tensor:
         """``residual + linear(x)`` for x (B, E)."""
+        integers = self._integers(x, (linear,))
+        if integers and residual.dtype == x.dtype and residual.is_contiguous():
+            return decoding.quantised_add(x, integers, residual)
         weights = self.weights(x, (linear,), (nn.Linear,))
         if weights and residual.dtype == x.dtype and residual.is_contiguous():
             return decoding.linear_add(x, weights[0], residual)
@@ -202,19 +221,19 @@ class StepPlan:
             asked = self._keep((module, x.dtype), _norm_arguments(module, x))
         return decoding.rms_norm(x, *asked) if asked else module(x)
 
-    def feed_forward(self, mlp: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``residual + mlp(x)`` for x (B, E), or without a residual."""
-        asked = self._kept.get((mlp,))
+    def feed_forward(self, mlp: Any, norm: Any, x: Tensor, adds: bool) -> Tensor:
+        """``mlp(norm(x))`` for x (B, E), added to x if ``adds``."""
+        asked = self._kept.get((mlp, norm))
         if asked is None:
-            asked = self._keep((mlp,), _gated_arguments(mlp, x))
+            asked = self._keep((mlp, norm), _gated_arguments(mlp, norm, x))
+        if asked and asked[0] is decoding.quantised_mlp:
+            return decoding.quantised_mlp(x, *asked[1], adds)
+        n = self.norm(norm, x)
         if not asked:
-            out = mlp(x)
-            return out if residual is None else residual + out
+            return x + mlp(n) if adds else mlp(n)
         kernel, weights = asked
-        inner, down = kernel(x, *weights), mlp._modules["down_proj"]
-        if residual is None:
-            return self.linear_maps(inner, down)[0]
-        return self.linear_add(inner, down, residual)
+        inner, down = kernel(n, *weights), mlp._modules["down_proj"]
+        return self.linear_add(inner, down, x) if adds else self.linear_maps(inner, down)[0]
 
 
 UNPLANNED = StepPlan()
@@ -244,8 +263,11 @@ def _norm_arguments(module: Any, x: Tensor) -> tuple[Any, ...]:
     return (weights[0], eps, NORMS[kind].offset) if weights and eps is not None else ()
 
 
-def _gated_arguments(mlp: Any, x: Tensor) -> tuple[Any, ...]:
-    """The kernel in the place of a gated network, and its weights; empty if it is called."""
+def _gated_arguments(mlp: Any, norm: Any, x: Tensor) -> tuple[Any, ...]:
+    """The kernel in the place of a gated network, and its weights; empty if it is called.
+
+    That of quantised networks, with its other arguments, is in the place of the norm too.
+    """
     kernel, parts, kind = GATED.get(type(mlp)), mlp._modules, type(mlp)
     modules, kinds = [mlp], [kind]
     if kind in GATED and kernel is None:  # its activation says which
@@ -258,8 +280,12 @@ def _gated_arguments(mlp: Any, x: Tensor) -> tuple[Any, ...]:
     weights = native_weights(x, (*modules, *maps), (*kinds, nn.Linear, nn.Linear))
     if weights:
         return kernel, weights
+    ready, down = not any(map(is_hooked, modules)), parts.get("down_proj")
+    integers = native_integers(x, (*maps, down)) if ready else []
+    if integers and (normed := _norm_arguments(norm, x)):
+        return decoding.quantised_mlp, (normed, integers, kernel)
     called = [direct(x, linear) for linear in maps]
-    if any(map(is_hooked, modules)) or any(map(is_, called, maps)):
+    if not ready or any(map(is_, called, maps)):
         return ()
     product = decoding.PRODUCTS[kernel]
     return (lambda x: product(*(call(x) for call in called))), ()

@@ -17,19 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from latte.layers.latents import LatentLogits
-from latte.layers.native import MAPS
+from latte.layers.native import INTEGERS, MAPS
 from latte.ops.quantised import (
-    BLOCKS,
     GROUP,
     MOST_ROWS,
+    PANEL,
     Integers,
     Matrix,
     Product,
+    best_order,
     in_rows,
-    instructions,
     ordered,
     tiles,
 )
@@ -42,9 +41,9 @@ class Quantised(nn.Module):
     ever; those of a file are bf16.
 
     Attributes:
-        weight: Integers, never with a gradient. Those of 4 bits may be in the kernel's order.
+        weight: Integers, never with a gradient. They may be in the order of a kernel.
         scales: As in :class:`Integers`.
-        block: The order of the integers: 0 is that of the rows, else the block of the kernel's.
+        block: The order of the integers, as in :class:`Matrix`.
     """
 
     weight: nn.Parameter
@@ -72,13 +71,14 @@ class Quantised(nn.Module):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Put 4-bit integers into the order of this CPU's kernel, if it has a fast one."""
+        """Put the integers into the order of the fastest kernel of this CPU, if there is one."""
         self.weight.requires_grad_(False)
         self.scales.requires_grad_(False)
-        if self.kind == "int4" and not self.block and self.weight.is_cpu and instructions():
-            self.block = BLOCKS[instructions().upper()]  # type: ignore[union-attr]
-            parts = tiles(*self.matrix.shape, self.block)
-            self.weight.data = torch.cat([ordered(self.weight[a:b]) for a, b in parts])
+        order = best_order(self.kind, *self.matrix.shape)
+        if order and not self.block and self.weight.is_cpu:
+            parts = [self.weight[a:b] for a, b in tiles(*self.matrix.shape, order)]
+            self.block = order
+            self.weight.data = torch.cat([ordered(part, order) for part in parts])
 
     @torch.no_grad()
     def dequantised(self, dtype: torch.dtype) -> Tensor:
@@ -89,7 +89,7 @@ class Quantised(nn.Module):
     @torch.no_grad()
     def plain(self) -> Tensor:
         """The integers in the order of the rows, which does not depend on the processor."""
-        return in_rows(self.weight, self.block) if self.block else self.weight.detach()
+        return in_rows(self.weight.detach(), self.block)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -151,9 +151,9 @@ def _direct(module: QuantisedLinear) -> Callable[[Tensor], Tensor]:
     weight, scales, most = module.weight, module.scales, MOST_ROWS[module.kind]
     if scales.dtype != torch.bfloat16 or module.bias is not None:
         return module
+    ops: Any = torch.ops.aten
     if not module.matrix.has_kernel(scales):
         return module
-    ops: Any = torch.ops.aten
     if module.kind == "int8":
         eight = ops._weight_int8pack_mm.default
         return lambda x: eight(x.contiguous(), weight, scales) if x.size(0) <= most else module(x)
@@ -161,7 +161,14 @@ def _direct(module: QuantisedLinear) -> Callable[[Tensor], Tensor]:
     return lambda x: four(x.contiguous(), weight, of, scales) if x.size(0) <= most else module(x)
 
 
+def _integers(module: QuantisedLinear) -> tuple[Tensor, Tensor] | None:
+    """What the native kernels read of a map."""
+    native = module.block == PANEL and module.bias is None and module.weight.is_cpu
+    return (module.weight, module.scales) if native else None
+
+
 MAPS[QuantisedLinear] = _direct
+INTEGERS[QuantisedLinear] = _integers
 
 
 class QuantisedEmbedding(Quantised, nn.Embedding):  # type: ignore[misc]
@@ -186,8 +193,7 @@ class QuantisedEmbedding(Quantised, nn.Embedding):  # type: ignore[misc]
         self.num_embeddings, self.embedding_dim = self.matrix.shape
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = F.embedding(input, self.weight)
-        out = rows.to(self.scales.dtype) * self.scales[input][..., None]
+        out = self.matrix.rows(input, self.scales.dtype)
         return out if self.embed_scale is None else out * out.new_full((), self.embed_scale)
 
     def original(self, dtype: torch.dtype) -> nn.Embedding:

@@ -288,10 +288,10 @@ def run_layer(parts: LayerParts, x_BE: Tensor, state: StepState, rotary: Any = N
         x_BE = x_BE + plan.norm(parts.post_mixer, plan.linear_maps(mixed, output)[0])
     if parts.mlp is None:
         return x_BE
-    inner = plan.norm(parts.mlp_norm, x_BE)
     if parts.post_mlp is None:
-        return plan.feed_forward(parts.mlp, inner, x_BE)
-    return x_BE + plan.norm(parts.post_mlp, plan.feed_forward(parts.mlp, inner))
+        return plan.feed_forward(parts.mlp, parts.mlp_norm, x_BE, True)
+    inner = plan.feed_forward(parts.mlp, parts.mlp_norm, x_BE, False)
+    return x_BE + plan.norm(parts.post_mlp, inner)
 
 
 def run_layers(

@@ -210,8 +210,12 @@ def _put(model: Any, name: str, module: nn.Module) -> None:
 def _prepare(model: Any) -> None:
     """Integers in the order of the kernels; one line where there is none for them."""
     modules = [module for module in model.modules() if isinstance(module, Quantised)]
+    orders: dict[int, int] = {}
     for module in modules:
+        if id(module.weight) in orders:  # tied
+            module.block = orders[id(module.weight)]
         module.prepare()
+        orders[id(module.weight)] = module.block
     slow = any(x.kind == "int4" and x.weight.is_cpu and not x.block for x in modules)
     if slow and instructions() is None:
         found = torch.backends.cpu.get_cpu_capability()

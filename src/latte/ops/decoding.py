@@ -97,6 +97,40 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     return torch.ops.latte.cpu_linear_add(x, weight, residual)
 
 
+def quantised_maps(x: Tensor, *integers: Tensor) -> tuple[Tensor, ...]:
+    """``x W^T`` for up to three quantised weights, (..., M) each.
+
+    Args:
+        integers: Integers in panels and scales (:mod:`latte.ops.quantised`), one after the other.
+    """
+    ops: Any = torch.ops.latte
+    if len(integers) == 2:
+        return (ops.cpu_quantised(x, *integers),)
+    return (ops.cpu_quantised2 if len(integers) == 4 else ops.cpu_quantised3)(x, *integers)
+
+
+def quantised_add(x: Tensor, integers: Sequence[Tensor], residual: Tensor) -> Tensor:
+    """``residual + x W^T``, of a quantised weight and a contiguous residual (..., M)."""
+    return torch.ops.latte.cpu_quantised_add(x, *integers, residual)
+
+
+def quantised_mlp(
+    x: Tensor,
+    norm: tuple[Tensor, float, float],
+    integers: Sequence[Tensor],
+    activation: Any,
+    adds: bool,
+) -> Tensor:
+    """``down(act(gate(n)) up(n))`` of ``n = rms_norm(x, *norm)``, of quantised weights.
+
+    Args:
+        integers: Integers and scales of gate, up and down.
+        activation: :func:`swiglu` or :func:`geglu`.
+        adds: Whether x is added to the result.
+    """
+    return torch.ops.latte.cpu_quantised_mlp(x, *norm, *integers, activation is geglu, adds)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """``(offset + w) x / sqrt(mean(x^2) + eps)``."""
     return torch.ops.latte.cpu_rms_norm(x, weight, eps, offset)

@@ -1,17 +1,20 @@
 """Products with matrices of integers of 4 or 8 bits.
 
 A token of a small model takes the time of reading its weights once, so weights of 4 bits are read
-four times as fast as bf16. For few rows PyTorch's own CPU kernels multiply with the integers. For
-many rows the weights are dequantised tile by tile, and the product is an ordinary one.
+four times as fast as bf16. The native kernels multiply with the integers: they round x to 15 bits,
+with a scale for each 32 numbers. Where they cannot serve, PyTorch's own CPU
+kernels multiply few rows. All other products dequantise the weights tile by tile, and are ordinary.
 
 * ``int4``: ``w = (q - 8) scale + zero``, with a scale and a zero for each 32 weights of a row. The
   blocks of GGUF's Q4_0, Q4_1 and Q4_K are of this form.
 * ``int8``: ``w = q scale``, with a scale for each row.
 
-The 4-bit kernel wants its integers in an order that depends on the processor. The order of the rows
-has two to a byte, the even column in the low bits.
+A file has the integers in the order of the rows: two of 4 bits to a byte, the even column in the
+low bits. The native kernels want them in panels of 16 outputs, in the same order on every
+processor. PyTorch's 4-bit kernel wants an order that depends on the processor.
 
-Shape suffixes: M rows of the input, N outputs, K inputs, G groups of 32 inputs.
+Shape suffixes: M rows of the input, N outputs, K inputs, G groups of 32 inputs, P panels of 16
+outputs.
 """
 
 from __future__ import annotations
@@ -22,17 +25,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from latte.ops import cpp_backend, decoding
 from latte.ops.widened import emulates
 
 FORMATS = ("int4", "int8")
 GROUP = 32  # inputs that share a scale of int4
-# Rows up to which the kernels are faster than dequantising, which takes as long for any number.
+PANEL = 16  # outputs that the native kernels have side by side
+# Rows up to which PyTorch's kernels are faster than dequantising.
 MOST_ROWS = {"int4": 64, "int8": 12}
 TILE = 2**19  # weights that are dequantised at a time
-# Outputs that the 4-bit kernel has side by side, by the instructions that PyTorch uses.
+# Outputs that PyTorch's 4-bit kernel has side by side, by the instructions that it uses.
 BLOCKS = {"AVX512": 64, "AVX2": 32}
-OUTPUTS = 16  # the 4-bit kernel wants a multiple of it
+OUTPUTS = 16  # the 4-bit kernels want a multiple of it
 
 
 class Integers(NamedTuple):
@@ -48,9 +54,17 @@ class Integers(NamedTuple):
 
 
 def instructions() -> str | None:
-    """The instructions of the 4-bit kernel's fast path on this CPU; None if it has none."""
+    """The instructions of PyTorch's fast 4-bit kernel on this CPU; None if there is none."""
     found = torch.backends.cpu.get_cpu_capability()
     return found.lower() if found in BLOCKS and _order_is_known(BLOCKS[found]) else None
+
+
+def best_order(kind: str, outputs: int, inputs: int) -> int:
+    """The order of the fastest kernel here for a matrix, as in :class:`Matrix`."""
+    if cpp_backend.ABSENT is None and not (outputs % PANEL or inputs % GROUP):
+        return PANEL
+    found = instructions() if kind == "int4" else None
+    return 0 if found is None else BLOCKS[found.upper()]
 
 
 def fits(kind: str, outputs: int, inputs: int) -> bool:
@@ -107,39 +121,46 @@ def _not_zero(scale: Tensor) -> Tensor:
 
 @cache
 def _order_is_known(block: int) -> bool:
-    """Whether the kernel's order is the one that this file undoes."""
+    """Whether the order of PyTorch's kernel is the one that this file undoes."""
     generator = torch.Generator().manual_seed(0)
     plain = torch.randint(256, (2 * block + OUTPUTS, 4), dtype=torch.uint8, generator=generator)
     with torch.no_grad():
-        return torch.equal(in_rows(ordered(plain), block), plain)
+        return torch.equal(in_rows(ordered(plain, block), block), plain)
 
 
-def ordered(plain: Tensor) -> Tensor:
-    """Integers (N, K / 2) in the order of this CPU's kernel."""
+def ordered(plain: Tensor, block: int) -> Tensor:
+    """Integers of some outputs, from the order of the rows, in that of a kernel here."""
+    if plain.dtype == torch.int8:
+        eight = (plain ^ -128).unflatten(0, (-1, PANEL)).unflatten(-1, (-1, 4))
+        return eight.transpose(1, 2).reshape(plain.shape)
     q_NK = torch.stack([plain & 15, plain >> 4], -1).flatten(1)
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q_NK.int(), 1)
-
-
-def _pairs(weight: Tensor, block: int, first: int, last: int) -> tuple[Tensor, int]:
-    """The bytes of some outputs in the kernel's order, (K, b, p), and the axis of a pair's two.
-
-    Of a whole block the two integers of a byte are half a block apart, of a smaller one neighbours.
-    """
-    inputs = 2 * weight.shape[1]
-    own = weight[first:last].reshape(-1)
-    if first < len(weight) // block * block:
-        return own.view(-1, inputs, block // 2).transpose(0, 1), 2
-    return own.view(inputs, 1, -1), 3
+    if block != PANEL:
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(q_NK.int(), 1)
+    low, high = q_NK.unflatten(0, (-1, PANEL)).unflatten(-1, (-1, 2, 4)).unbind(-2)
+    return (low | high << 4).transpose(1, 2).reshape(plain.shape)
 
 
 def _integers(weight: Tensor, block: int, first: int, last: int, dtype: torch.dtype) -> Tensor:
-    """The integers 0 to 15 of some outputs, (K, n), as numbers of a dtype."""
-    if block:
-        pairs, axis = _pairs(weight, block, first, last)
-        halves = torch.stack([(pairs & 15).to(dtype), (pairs >> 4).to(dtype)], axis)
-        return halves.flatten(1)
-    plain = weight[first:last]
-    return torch.stack([plain & 15, plain >> 4], -1).flatten(1).to(dtype).t()
+    """The integers of some outputs, (K, n), as numbers of a dtype: 0 to 15, or of 8 bits."""
+    own = weight[first:last]
+    if weight.dtype == torch.int8:
+        if block:
+            panels_PKn4 = own.view(-1, weight.shape[1] // 4, PANEL, 4) ^ -128
+            own = panels_PKn4.transpose(1, 2).reshape(own.shape)
+        return own.to(dtype).t()
+    if not block:
+        return torch.stack([own & 15, own >> 4], -1).flatten(1).to(dtype).t()
+    inputs = 2 * weight.shape[1]
+    if block == PANEL:
+        pairs = own.view(-1, inputs // 8, PANEL, 4).permute(1, 3, 0, 2)  # (K / 8, 4, P, 16)
+        axis, shape = 1, (inputs, -1)
+    elif first < len(weight) // block * block:
+        # Of a whole block the two integers of a byte are half a block apart.
+        pairs = own.view(-1, inputs, block // 2).transpose(0, 1)
+        axis, shape = 2, (inputs, -1)
+    else:  # of a smaller one they are neighbours
+        pairs, axis, shape = own.view(inputs, -1), 2, (inputs, -1)
+    return torch.stack([(pairs & 15).to(dtype), (pairs >> 4).to(dtype)], axis).reshape(shape)
 
 
 def tiles(outputs: int, inputs: int, block: int) -> Iterator[tuple[int, int]]:
@@ -153,11 +174,14 @@ def tiles(outputs: int, inputs: int, block: int) -> Iterator[tuple[int, int]]:
 
 
 def in_rows(weight: Tensor, block: int) -> Tensor:
-    """Integers (N, K / 2) in the order of the rows, from that of the kernel."""
-    parts = []
-    for first, last in tiles(len(weight), 2 * weight.shape[1], block):
-        q_NK = _integers(weight, block, first, last, torch.uint8).t()
-        parts.append(q_NK[:, ::2] | q_NK[:, 1::2] << 4)
+    """Integers in the order of the rows, from that of a kernel."""
+    if not block:
+        return weight
+    parts, dtype = [], weight.dtype
+    four = dtype == torch.uint8
+    for first, last in tiles(len(weight), weight.shape[1] * (2 if four else 1), block):
+        q_NK = _integers(weight, block, first, last, dtype).t()
+        parts.append(q_NK[:, ::2] | q_NK[:, 1::2] << 4 if four else q_NK)
     return torch.cat(parts)
 
 
@@ -165,7 +189,12 @@ def in_rows(weight: Tensor, block: int) -> Tensor:
 
 
 class Matrix(NamedTuple):
-    """Integers and the order that they are in: 0, or the block of the kernel's."""
+    """Integers and the order that they are in.
+
+    Attributes:
+        block: 0 is the order of the rows, :data:`PANEL` that of the native kernels, one of
+            :data:`BLOCKS` that of PyTorch's.
+    """
 
     weight: Tensor
     scales: Tensor
@@ -184,8 +213,8 @@ class Matrix(NamedTuple):
         """The dequantised weights of some outputs, (K, n). They are computed in fp32 at least."""
         wide = torch.promote_types(dtype, torch.float32)
         if self.kind == "int8":
-            q_NK, scale_N = self.weight[first:last], self.scales[first:last]
-            return (q_NK.to(wide) * scale_N.to(wide)[:, None]).to(dtype).t()
+            q_KN = _integers(self.weight, self.block, first, last, wide)
+            return (q_KN * self.scales[first:last].to(wide)).to(dtype)
         scale_GN, zero_GN = self.scales[:, first:last].to(wide).unbind(-1)
         q_KN = _integers(self.weight, self.block, first, last, wide)
         q_GJN = q_KN.unflatten(0, (-1, GROUP))
@@ -195,15 +224,36 @@ class Matrix(NamedTuple):
             .to(dtype)
         )
 
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """The dequantised weights of the outputs with these numbers (...,), (..., K)."""
+        q = self.weight[ids] if not self.block else self._panel_rows(ids)
+        if self.kind == "int8":
+            return q.to(dtype) * self.scales[ids].to(dtype)[..., None]
+        raise ValueError("rows of a matrix: expected integers of 8 bits, got 4 bits")
+
+    def _panel_rows(self, ids: Tensor) -> Tensor:
+        panels = self.weight.view(-1, self.weight.shape[1] // 4, PANEL, 4)
+        return panels[ids // PANEL, :, ids % PANEL].flatten(-2) ^ -128
+
+    def is_native(self, x: Tensor) -> bool:
+        """Whether the native kernels multiply these integers with rows like x."""
+        if self.block != PANEL or not self.weight.is_cpu or x.dtype == torch.float64:
+            return False
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
+        return forward_ad._current_level < 0 and decoding.takes(x)
+
     def has_kernel(self, x: Tensor) -> bool:
         """Whether PyTorch's kernels multiply these integers with few rows like x."""
-        if not (x.is_cpu and self.weight.is_cpu):
+        if self.block == PANEL or not (x.is_cpu and self.weight.is_cpu):
             return False
         return self.kind == "int8" or self.block > 0
 
     def product(self, x_MK: Tensor) -> Tensor:
         """``x W^T``, (M, N)."""
         rows, ops = len(x_MK), torch.ops.aten
+        if self.is_native(x_MK):
+            return torch.ops.latte.cpu_quantised(x_MK, self.weight, self.scales)
         if 0 < rows <= MOST_ROWS[self.kind] and self.has_kernel(x_MK):
             # With other dtypes than bf16 the kernels take a path that is fifty times slower.
             x, scales = x_MK.to(torch.bfloat16), self.scales.to(torch.bfloat16)

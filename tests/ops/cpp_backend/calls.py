@@ -33,6 +33,7 @@ from latte.ops import (
     sliding_window_attention,
     step,
 )
+from latte.ops.quantised import PANEL, ordered, quantise
 from latte.ops.tensors import computation_dtype
 from tests.ops.helpers import threads
 
@@ -351,7 +352,35 @@ def rows(draw: Draw) -> list[Tensor]:
     return [y.detach() for y in found]
 
 
+def quantised(draw: Draw) -> list[Tensor]:
+    """Products with integers of 4 and 8 bits, in panels."""
+    K, M = 32 * draw.one(1, 2, 3), 32 * draw.one(1, 2)
+    shape = draw.one((), (1,), (3,), (2, 1, 2), (2, 0), (13,))
+    dtype = draw.one(F32, F64, BF16)
+    sizes = (M, K), (M, K), (K, M)
+
+    def matrix(outputs: int, inputs: int) -> list[Tensor]:
+        found = quantise(draw.uniform(outputs, inputs).float(), draw.one("int4", "int8"))
+        return [ordered(found.weight, PANEL), found.scales.to(dtype)]
+
+    x = draw.uniform(*shape, K).to(draw.dtype)
+    gate, up, down = (matrix(*size) for size in sizes)
+    norm = draw.uniform(K).to(draw.dtype), 1e-6, 1.0
+    with torch.no_grad():
+        return [
+            *decoding.quantised_maps(x, *gate),
+            *decoding.quantised_maps(x, *gate, *up),
+            *decoding.quantised_maps(x, *gate, *up, *gate),
+            decoding.quantised_add(x, gate, draw.uniform(*shape, M).to(draw.dtype)),
+            *(
+                decoding.quantised_mlp(x, norm, (*gate, *up, *down), act, adds)
+                for act, adds in ((decoding.swiglu, True), (decoding.geglu, False))
+            ),
+        ]
+
+
 KINDS: dict[str, Callable[[Draw], list[Tensor]]] = {
+    "quantised": quantised,
     "latte": lambda draw: attention(draw, "latte"),
     "macchiato": lambda draw: attention(draw, "macchiato"),
     "window": lambda draw: attention(draw, "window"),

@@ -12,6 +12,7 @@ from latte.layers import RGLRU, RMSNorm, SwiGLU
 from latte.layers.native import linear_maps, native_weights
 from latte.layers.recurrent import STEP_KINDS
 from latte.ops import decoding, use_backend
+from latte.ops.quantised import PANEL, Matrix, ordered, quantise
 from latte.ops.step import rg_lru_step
 from tests.ops.helpers import F64, randn, relative_error
 
@@ -45,6 +46,26 @@ def test_linear_maps_and_swiglu(dtype, M, E, rows):
     residual = randn(*rows, M, seed=8).to(dtype)
     exact = residual.to(F64) + wide[0]
     close(decoding.linear_add(x, weights[0], residual), exact, dtype, E)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("act", [decoding.swiglu, decoding.geglu])
+def test_a_quantised_network_is_its_norm_maps_and_activation(act, kind, dtype):
+    x, norm = randn(3, 64).to(dtype), (randn(64, seed=1).to(dtype), 1e-6, 1.0)
+    sizes = (96, 64), (96, 64), (64, 96)
+    found = [quantise(randn(*size, seed=n) / 8, kind) for n, size in enumerate(sizes)]
+    exact = [Matrix(*each, 0).tile(0, len(each.weight), F64) for each in found]
+    n = F.rms_norm(x.to(F64), (64,), 1 + norm[0].to(F64), 1e-6)
+    bend = F.silu if act is decoding.swiglu else lambda y: F.gelu(y, approximate="tanh")
+    expected = (bend(n @ exact[0]) * (n @ exact[1])) @ exact[2]
+    integers = [y for q in found for y in (ordered(q.weight, PANEL), q.scales)]
+    for adds in (False, True):
+        out = decoding.quantised_mlp(x, norm, integers, act, adds)
+        assert out.dtype == dtype
+        # Rows are rounded to 15 bits twice; in bf16 the norm and the result are rounded too.
+        bound = 2e-4 if dtype == torch.float32 else 6e-3
+        assert relative_error(out.to(F64), expected + x.to(F64) * adds) <= bound
 
 
 @DTYPES

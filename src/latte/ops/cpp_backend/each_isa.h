@@ -3,7 +3,8 @@
 // first call of such a function decides, once, which set runs.
 //
 // A file that defines LATTE_FOR_PAIRS is compiled once more, for AVX512-BF16, with LATTE_PAIRS = 1:
-// products of pairs of bf16. Other files would gain nothing by that set, and run AVX-512.
+// products of pairs of bf16. Other files would gain nothing by that set, and run AVX-512. In the same
+// way a file that defines LATTE_FOR_BYTES has LATTE_BYTES = 1 for AVX512-VNNI: products of bytes.
 //
 // LATTE_CHOOSE(f) is the function f of the best namespace that this processor runs.
 // ATEN_CPU_CAPABILITY=default|avx2|avx512 limits the choice to that set and lesser ones, as it does
@@ -21,6 +22,7 @@
 
 #define LATTE_INLINE static inline __attribute__((always_inline))
 #define LATTE_PAIRS 0
+#define LATTE_BYTES 0
 // Older compilers do not know AVX512-BF16. Then AVX-512 is the best set for every file.
 #if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 11)
 #define LATTE_KNOWS_PAIRS
@@ -69,6 +71,18 @@ LATTE_END
 #undef LATTE_PAIRS
 #define LATTE_PAIRS 0
 #endif
+#ifdef LATTE_FOR_BYTES
+#undef LATTE_BYTES
+#define LATTE_BYTES 1
+LATTE_BEGIN(LATTE_512("avx512vnni,"))
+namespace latte::avx512_vnni {
+#include "simd.h"
+#include LATTE_FILE
+}  // namespace latte::avx512_vnni
+LATTE_END
+#undef LATTE_BYTES
+#define LATTE_BYTES 0
+#endif
 #undef LATTE_WIDTH
 #endif
 
@@ -105,12 +119,22 @@ inline Isa isa() {
     return chosen;
 }
 
+#if defined(__x86_64__)
+// Whether a processor with AVX-512 has AVX512-VNNI.
+inline bool has_bytes() {
+    static const bool has = __builtin_cpu_supports("avx512vnni");
+    return has;
+}
+#endif
+
 }  // namespace latte
 
 #if defined(__x86_64__)
 #ifdef LATTE_FOR_PAIRS
 #define LATTE_AVX512(f) \
     (::latte::isa() == ::latte::Isa::avx512_bf16 ? ::latte::avx512_bf16::f : ::latte::avx512::f)
+#elif defined(LATTE_FOR_BYTES)
+#define LATTE_AVX512(f) (::latte::has_bytes() ? ::latte::avx512_vnni::f : ::latte::avx512::f)
 #else
 #define LATTE_AVX512(f) ::latte::avx512::f
 #endif

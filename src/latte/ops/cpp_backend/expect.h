@@ -46,6 +46,8 @@ inline std::string name_of(int32_t dtype) {
     if (dtype == aoti_torch_dtype_float16()) return "float16";
     if (dtype == aoti_torch_dtype_int64()) return "int64";
     if (dtype == aoti_torch_dtype_int32()) return "int32";
+    if (dtype == aoti_torch_dtype_int8()) return "int8";
+    if (dtype == aoti_torch_dtype_uint8()) return "uint8";
     if (dtype == aoti_torch_dtype_bool()) return "bool";
     return "another dtype";
 }

@@ -61,6 +61,18 @@ def _ops() -> dict[str, Callable[..., Any]]:
         "linear_add(Tensor x, Tensor weight, Tensor residual) -> Tensor": _mapped,
         "swiglu(Tensor x, Tensor gate, Tensor up) -> Tensor": _mapped,
         "geglu(Tensor x, Tensor gate, Tensor up) -> Tensor": _mapped,
+        "quantised(Tensor x, Tensor weight, Tensor scales) -> Tensor": _mapped,
+        """quantised2(Tensor x, Tensor weight, Tensor scales, Tensor weight2, Tensor scales2)
+            -> (Tensor, Tensor)""": lambda x, *maps: _all_mapped(x, *maps[::2]),
+        """quantised3(Tensor x, Tensor weight, Tensor scales, Tensor weight2, Tensor scales2,
+            Tensor weight3, Tensor scales3) -> (Tensor, Tensor, Tensor)""": (
+            lambda x, *maps: _all_mapped(x, *maps[::2])
+        ),
+        """quantised_add(Tensor x, Tensor weight, Tensor scales, Tensor residual)
+            -> Tensor""": _mapped,
+        """quantised_mlp(Tensor x, Tensor norm, float eps, float offset, Tensor gate,
+            Tensor gate_scales, Tensor up, Tensor up_scales, Tensor down, Tensor down_scales,
+            bool tanh, bool adds) -> Tensor""": lambda x, *given: _mapped(x, given[7]),
         "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor": _like_first,
         "glu(Tensor gate, Tensor up) -> Tensor": _like_first,
         "glu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)": (

@@ -35,6 +35,8 @@ int32_t aoti_torch_dtype_float32();
 int32_t aoti_torch_dtype_float64();
 int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_dtype_int64();
+int32_t aoti_torch_dtype_int8();
+int32_t aoti_torch_dtype_uint8();
 int32_t aoti_torch_dtype_bool();
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
 AOTITorchError aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* ret_dim);

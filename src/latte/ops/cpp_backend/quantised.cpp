@@ -1,0 +1,582 @@
+// Products of rows with matrices of integers of 4 or 8 bits, which stay so.
+//
+//     y = W x,   r + W x,   r + D (act(G n) * (U n)) with n = RMSNorm(x)
+//     int4: W = (q - 8) scale + zero, q = 0 ... 15, for each 32 weights of a row of W
+//     int8: W = q scale, for each row of W
+//
+// Rows of x are rounded to integers of 15 bits, with a scale for each 32 numbers. Each integer is
+// 128 a + b with a and b of 8 bits. So all products are those of bytes, and for few rows the time is
+// that of reading the weights from memory. 8 bits alone would be seen in a model's perplexity. The
+// result of a row of x does not depend on the other rows, nor on how many there are.
+//
+// The integers are in panels of 16 outputs, in the same order for every processor. A panel has, for
+// each 32 inputs, 16 times 4 neighbouring inputs next to each other: of one output after the other.
+// A byte of int4 holds two inputs that are 4 apart, the first one in its low bits. A byte of int8
+// holds q + 128.
+//
+// Shapes: R rows of x, all its dimensions but the last, K inputs, N outputs, G groups of inputs.
+#ifndef LATTE_QUANTISED
+#define LATTE_QUANTISED
+
+#include <memory>
+
+#include "expect.h"
+#include "torch_abi.h"
+
+namespace latte {
+
+constexpr int64_t PANEL = 16, GROUP = 32;
+constexpr int64_t INTEGERS = 65536;  // of a matrix: the fewest for which another thread saves time
+
+struct Integers {
+    Tensor weight, scales;  // uint8 (N, K / 2) and (G, N, 2), or int8 (N, K) and (N,)
+    bool four() const { return scales.dims == 3; }
+    int64_t outputs() const { return weight.sizes[0]; }
+    int64_t inputs() const { return weight.sizes[1] * (four() ? 2 : 1); }
+};
+
+enum class Bend { none, silu, gelu };  // gelu: its approximation by tanh
+
+struct Products {
+    Tensor x, outs[3], residual;  // (..., K), (..., N) each, (..., N) contiguous
+    Integers maps[3];
+    int64_t count = 0;
+    // Of a feed-forward network: the maps are gate, up and down.
+    Tensor norm;  // (K,)
+    double eps = 0.0, offset = 0.0;
+    Bend bend = Bend::none;
+    bool adds = false;  // x to the output
+};
+
+}  // namespace latte
+
+#define LATTE_FILE "quantised.cpp"
+#define LATTE_FOR_BYTES
+#include "each_isa.h"
+
+namespace latte {
+
+static void check_x(const Expect& expect, const Tensor& x) {
+    expect(x, "x", FLOATS, x);
+    expect.that(x.dims > 0, "x must have at least one dimension");
+}
+
+static void check_integers(const Expect& expect, const Integers& map, int64_t inputs) {
+    expect.that(map.scales.dims == 3 || map.scales.dims == 1,
+                "scales must have three dimensions (4 bits) or one (8 bits)");
+    const bool four = map.four();
+    const int32_t dtype = four ? aoti_torch_dtype_uint8() : aoti_torch_dtype_int8();
+    expect(map.weight, "weight", dtype, {ANY, four ? inputs / 2 : inputs}, Layout::contiguous);
+    const int64_t N = map.outputs();
+    if (four) expect(map.scales, "scales", FLOATS, {inputs / GROUP, N, 2}, Layout::contiguous);
+    else expect(map.scales, "scales", FLOATS, {N}, Layout::contiguous);
+    expect.that(N % PANEL == 0 && inputs % GROUP == 0,
+                "weight must have multiples of 16 outputs and of 32 inputs");
+}
+
+static Integers integers(Stack& stack) {
+    Integers map;
+    map.weight = stack.tensor(), map.scales = stack.tensor();
+    return map;
+}
+
+// (x, weight, scales, ...) -> as many outputs
+template <int64_t count>
+static void quantised(StableIValue* arguments, uint64_t, uint64_t) {
+    Stack stack(arguments);
+    Products op;
+    op.x = stack.tensor(), op.count = count;
+    for (int64_t m = 0; m < count; ++m) op.maps[m] = integers(stack);
+    const Expect expect(count == 1   ? "cpu_quantised"
+                        : count == 2 ? "cpu_quantised2"
+                                     : "cpu_quantised3");
+    check_x(expect, op.x);
+    for (int64_t m = 0; m < count; ++m) {
+        check_integers(expect, op.maps[m], op.x.sizes[op.x.dims - 1]);
+        op.outs[m] = Tensor::like(op.x, op.maps[m].outputs());
+    }
+    LATTE_CHOOSE(run_products)(op);
+    if constexpr (count == 1) stack.give(op.outs[0]);
+    if constexpr (count == 2) stack.give(op.outs[0], op.outs[1]);
+    if constexpr (count == 3) stack.give(op.outs[0], op.outs[1], op.outs[2]);
+}
+
+// (x, weight, scales, residual) -> residual + x W^T
+static void quantised_add(StableIValue* arguments, uint64_t, uint64_t) {
+    Stack stack(arguments);
+    Products op;
+    op.x = stack.tensor(), op.count = 1, op.maps[0] = integers(stack), op.residual = stack.tensor();
+    const Expect expect("cpu_quantised_add");
+    check_x(expect, op.x), check_integers(expect, op.maps[0], op.x.sizes[op.x.dims - 1]);
+    op.outs[0] = Tensor::like(op.x, op.maps[0].outputs());
+    expect(op.residual, "residual", op.x.dtype, op.outs[0], Layout::contiguous);
+    LATTE_CHOOSE(run_products)(op);
+    stack.give(op.outs[0]);
+}
+
+// (x, norm, eps, offset, gate, its scales, up, its scales, down, its scales, tanh, adds) -> y
+static void quantised_mlp(StableIValue* arguments, uint64_t, uint64_t) {
+    Stack stack(arguments);
+    Products op;
+    op.x = stack.tensor(), op.norm = stack.tensor(), op.eps = stack.number();
+    op.offset = stack.number(), op.count = 3;
+    for (int64_t m = 0; m < 3; ++m) op.maps[m] = integers(stack);
+    op.bend = stack.flag() ? Bend::gelu : Bend::silu, op.adds = stack.flag();
+    const Expect expect("cpu_quantised_mlp");
+    check_x(expect, op.x);
+    const int64_t K = op.x.sizes[op.x.dims - 1];
+    expect(op.norm, "norm", op.x.dtype, {K}, Layout::contiguous);
+    for (int64_t m : {0, 1}) check_integers(expect, op.maps[m], K);
+    const int64_t M = op.maps[0].outputs();
+    expect.that(op.maps[1].outputs() == M, "gate and up must have as many outputs");
+    check_integers(expect, op.maps[2], M);
+    op.outs[0] = Tensor::like(op.x, op.maps[2].outputs());
+    expect.that(!op.adds || op.maps[2].outputs() == K, "down must have as many outputs as x");
+    LATTE_CHOOSE(run_network)(op);
+    stack.give(op.outs[0]);
+}
+
+static Register registered_quantised("cpu_quantised", quantised<1>);
+static Register registered_quantised2("cpu_quantised2", quantised<2>);
+static Register registered_quantised3("cpu_quantised3", quantised<3>);
+static Register registered_quantised_add("cpu_quantised_add", quantised_add);
+static Register registered_quantised_mlp("cpu_quantised_mlp", quantised_mlp);
+
+}  // namespace latte
+
+#else  // once per instruction set
+
+#include "gates.h"
+#include "rows.h"
+
+// ---- rows of x in integers
+
+// For each group of 32 numbers: all a, then all b; the scale; the sum of the integers.
+struct Rounded {
+    int64_t rows, size, groups;
+    std::unique_ptr<int8_t[]> integers;
+    std::unique_ptr<float[]> scales, sums;
+
+    Rounded(int64_t count, int64_t inputs)
+        : rows(count),
+          size(inputs),
+          groups(inputs / GROUP),
+          integers(new int8_t[size_t(2 * count * inputs)]),
+          scales(new float[size_t(count * groups)]),
+          sums(new float[size_t(count * groups)]) {}
+
+    const int8_t* at(int64_t row, int64_t group) const {
+        return integers.get() + 2 * (row * size + group * GROUP);
+    }
+    // The numbers of a group.
+    void put(int64_t row, int64_t group, const float* x) {
+        constexpr int64_t step = width<float>;
+        const float round = 0x1.8p23f;  // adding this rounds to whole numbers, ties to even
+        V<float> tops{}, bad{};
+        for (int64_t c = 0; c < GROUP; c += step) {
+            const V<float> at = load_all(x + c);
+            tops = larger(tops, larger(at, -at)), bad = bad + at * 0.0f;
+        }
+        const float top = largest(tops);
+        const float factor = top > 0 ? 127.0f / top : 0.0f;
+        int8_t* to = integers.get() + 2 * (row * size + group * GROUP);
+        float a[GROUP], b[GROUP];
+        for (int64_t c = 0; c < GROUP; c += step) {
+            const V<float> exact = load_all(x + c) * factor, near = exact + round - round;
+            store_all(a + c, near), store_all(b + c, (exact - near) * 128.0f + round - round);
+        }
+        int32_t total = 0;
+        for (int64_t c = 0; c < GROUP; ++c) {
+            const auto first = int32_t(a[c]), second = int32_t(b[c]);
+            to[c] = int8_t(first), to[c + GROUP] = int8_t(second);
+            total += 128 * first + second;
+        }
+        // Infinity and NaN are no integers: then all outputs are NaN.
+        scales[size_t(row * groups + group)] = top / (127.0f * 128.0f) + sum(bad);
+        sums[size_t(row * groups + group)] = float(total);  // exactly
+    }
+};
+
+template <class S>
+static const S* row_of(const Tensor& x, int64_t row) {
+    const S* from = x.at<S>();
+    for (int64_t d = x.dims - 2; d >= 0; row /= x.sizes[d--])
+        from += row % x.sizes[d] * x.strides[d];
+    return from;
+}
+static int64_t count_rows(const Tensor& x) {
+    int64_t rows = 1;
+    for (int64_t d = 0; d < x.dims - 1; ++d) rows *= x.sizes[d];
+    return rows;
+}
+
+template <class S>
+static void round_rows(const Tensor& x, Rounded& to) {
+    const int64_t stride = x.strides[x.dims - 1];
+    parallel(to.rows, 1 + INTEGERS / (1 + 8 * to.size), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const S* from = row_of<S>(x, row);
+            float group[GROUP];
+            for (int64_t g = 0; g < to.groups; ++g) {
+                for (int64_t c = 0; c < GROUP; c += width<float>) {
+                    const S* at = from + (g * GROUP + c) * stride;
+                    if constexpr (sizeof(S) < 8) store_all(group + c, load(at, stride, GROUP - c));
+                    else for (int64_t j = 0; j < width<float>; ++j) group[c + j] = float(at[j * stride]);
+                }
+                to.put(row, g, group);
+            }
+        }
+    });
+}
+
+// ---- products of a panel: 16 outputs of `count` rows, in fp32
+
+// 16 numbers, a lane for each output of a panel.
+struct Lanes {
+    float at[PANEL];
+};
+
+#if LATTE_BYTES  // AVX-512 with products of bytes
+constexpr int TOGETHER = 8;  // rows that share the weights in registers
+
+LATTE_INLINE __m512i four_inputs(const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    return _mm512_set1_epi32(four);
+}
+
+// 128 a + b
+LATTE_INLINE __m512 in_one(__m512i a, __m512i b) {
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(a, 7), b));
+}
+
+template <class S>
+LATTE_INLINE void load_scales(const S* from, __m512& scale, __m512& zero) {
+    if constexpr (std::is_same_v<S, bf16>) {
+        const __m512i pairs = _mm512_loadu_si512(from);
+        scale = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+        zero = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xffff0000))));
+    } else {
+        float both[2][PANEL];
+        for (int64_t n = 0; n < PANEL; ++n)
+            both[0][n] = float(widen(from[2 * n])), both[1][n] = float(widen(from[2 * n + 1]));
+        scale = _mm512_loadu_ps(both[0]), zero = _mm512_loadu_ps(both[1]);
+    }
+}
+
+template <int count, class S>
+static void four_panel(const uint8_t* weights, const S* scales, int64_t N, const Rounded& x,
+                       int64_t first, Lanes* to) {
+    const __m512i low_bits = _mm512_set1_epi8(15);
+    const float* row_scales = x.scales.get() + first * x.groups;
+    const float* row_sums = x.sums.get() + first * x.groups;
+    __m512 sums[count];
+    for (int r = 0; r < count; ++r) sums[r] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < x.groups; ++g, weights += 256, scales += 2 * N) {
+        __m512i low[4], high[4];
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) {
+            if (count == 1) __builtin_prefetch(weights + 64 * c + 4096);
+            const __m512i pairs = _mm512_loadu_si512(weights + 64 * c);
+            low[c] = _mm512_and_si512(pairs, low_bits);
+            high[c] = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), low_bits);
+        }
+        if (count == 1) __builtin_prefetch(scales + 8 * PANEL);
+        __m512 scale, zero;
+        load_scales(scales, scale, zero);
+        zero = _mm512_fnmadd_ps(scale, _mm512_set1_ps(8.0f), zero);
+#pragma GCC unroll 8
+        for (int r = 0; r < count; ++r) {
+            const int8_t* at = x.at(first + r, g);
+            __m512i a = _mm512_setzero_si512(), b = _mm512_setzero_si512();
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; ++c) {
+                a = _mm512_dpbusd_epi32(a, low[c], four_inputs(at + 8 * c));
+                b = _mm512_dpbusd_epi32(b, low[c], four_inputs(at + GROUP + 8 * c));
+                a = _mm512_dpbusd_epi32(a, high[c], four_inputs(at + 8 * c + 4));
+                b = _mm512_dpbusd_epi32(b, high[c], four_inputs(at + GROUP + 8 * c + 4));
+            }
+            const __m512 product = in_one(a, b);
+            const float own = row_scales[r * x.groups + g];
+            const __m512 all_sums = _mm512_set1_ps(row_sums[r * x.groups + g]);
+            const __m512 both = _mm512_fmadd_ps(product, scale, _mm512_mul_ps(zero, all_sums));
+            sums[r] = _mm512_fmadd_ps(both, _mm512_set1_ps(own), sums[r]);
+        }
+    }
+    for (int r = 0; r < count; ++r) _mm512_storeu_ps(to[r].at, sums[r]);
+}
+
+template <int count>
+static void eight_panel(const uint8_t* weights, const Rounded& x, int64_t first, Lanes* to) {
+    const float* row_scales = x.scales.get() + first * x.groups;
+    const float* row_sums = x.sums.get() + first * x.groups;
+    __m512 sums[count];
+    for (int r = 0; r < count; ++r) sums[r] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < x.groups; ++g, weights += 512) {
+        __m512i own[8];
+#pragma GCC unroll 8
+        for (int c = 0; c < 8; ++c) {
+            if (count == 1) __builtin_prefetch(weights + 64 * c + 4096);
+            own[c] = _mm512_loadu_si512(weights + 64 * c);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < count; ++r) {
+            const int8_t* at = x.at(first + r, g);
+            __m512i a = _mm512_setzero_si512();
+            __m512i b = _mm512_set1_epi32(-128 * int32_t(row_sums[r * x.groups + g]));
+#pragma GCC unroll 8
+            for (int c = 0; c < 8; ++c) {
+                a = _mm512_dpbusd_epi32(a, own[c], four_inputs(at + 4 * c));
+                b = _mm512_dpbusd_epi32(b, own[c], four_inputs(at + GROUP + 4 * c));
+            }
+            const __m512 product = in_one(a, b);
+            sums[r] = _mm512_fmadd_ps(product, _mm512_set1_ps(row_scales[r * x.groups + g]), sums[r]);
+        }
+    }
+    for (int r = 0; r < count; ++r) _mm512_storeu_ps(to[r].at, sums[r]);
+}
+
+#else
+constexpr int TOGETHER = 4;
+
+#if LATTE_WIDTH > 16  // AVX2, which AVX-512 alone adds nothing to
+// The sums of four neighbouring products of 8 outputs.
+LATTE_INLINE __m256i four_inputs(const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    return _mm256_set1_epi32(four);
+}
+LATTE_INLINE __m256i wide_sums(__m256i pairs) {
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+// 128 a + b
+LATTE_INLINE void put_in_one(__m256i a, __m256i b, int32_t* to) {
+    _mm256_storeu_si256((__m256i*)to, _mm256_add_epi32(_mm256_slli_epi32(a, 7), b));
+}
+LATTE_INLINE void group_of_four(const uint8_t* weights, const int8_t* x, int32_t* to) {
+    const __m256i low_bits = _mm256_set1_epi8(15);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        // At most 8 * 2 * 15 * 127, which 16 bits hold.
+        __m256i a = _mm256_setzero_si256(), b = _mm256_setzero_si256();
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) {
+            const __m256i both =
+                _mm256_loadu_si256((const __m256i*)(weights + 64 * c + 32 * half));
+            const __m256i low = _mm256_and_si256(both, low_bits);
+            const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_bits);
+            const int8_t* at = x + 8 * c;
+            a = _mm256_add_epi16(a, _mm256_maddubs_epi16(low, four_inputs(at)));
+            a = _mm256_add_epi16(a, _mm256_maddubs_epi16(high, four_inputs(at + 4)));
+            b = _mm256_add_epi16(b, _mm256_maddubs_epi16(low, four_inputs(at + GROUP)));
+            b = _mm256_add_epi16(b, _mm256_maddubs_epi16(high, four_inputs(at + GROUP + 4)));
+        }
+        put_in_one(wide_sums(a), wide_sums(b), to + 8 * half);
+    }
+}
+LATTE_INLINE void group_of_eight(const uint8_t* weights, const int8_t* x, int32_t, int32_t* to) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        __m256i sums[2] = {};
+#pragma GCC unroll 8
+        for (int c = 0; c < 8; ++c) {
+            const __m256i q = _mm256_xor_si256(
+                _mm256_loadu_si256((const __m256i*)(weights + 64 * c + 32 * half)),
+                _mm256_set1_epi8(-128));
+            // |q| and x with the sign of q: the first factors have none.
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; ++part) {
+                const __m256i own = _mm256_sign_epi8(four_inputs(x + part * GROUP + 4 * c), q);
+                const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(q), own);
+                sums[part] = _mm256_add_epi32(sums[part], wide_sums(pairs));
+            }
+        }
+        put_in_one(sums[0], sums[1], to + 8 * half);
+    }
+}
+#else
+LATTE_INLINE int whole_at(const int8_t* x) { return 128 * x[0] + x[GROUP]; }
+LATTE_INLINE void group_of_four(const uint8_t* weights, const int8_t* x, int32_t* to) {
+    for (int64_t n = 0; n < PANEL; ++n) to[n] = 0;
+    for (int64_t c = 0; c < 4; ++c)
+        for (int64_t n = 0; n < PANEL; ++n)
+            for (int64_t j = 0; j < 4; ++j) {
+                const int both = weights[64 * c + 4 * n + j];
+                to[n] += (both & 15) * whole_at(x + 8 * c + j);
+                to[n] += (both >> 4) * whole_at(x + 8 * c + 4 + j);
+            }
+}
+LATTE_INLINE void group_of_eight(const uint8_t* weights, const int8_t* x, int32_t total,
+                                 int32_t* to) {
+    for (int64_t n = 0; n < PANEL; ++n) to[n] = -128 * total;
+    for (int64_t c = 0; c < 8; ++c)
+        for (int64_t n = 0; n < PANEL; ++n)
+            for (int64_t j = 0; j < 4; ++j) to[n] += weights[64 * c + 4 * n + j] * whole_at(x + 4 * c + j);
+}
+#endif
+
+template <int count, class S>
+static void four_panel(const uint8_t* weights, const S* scales, int64_t N, const Rounded& x,
+                       int64_t first, Lanes* to) {
+    for (int r = 0; r < count; ++r) to[r] = {};
+    for (int64_t g = 0; g < x.groups; ++g, weights += 256, scales += 2 * N) {
+        for (int c = 0; count == 1 && c < 4; ++c) __builtin_prefetch(weights + 64 * c + 4096);
+        float scale[PANEL], zero[PANEL];
+        for (int64_t n = 0; n < PANEL; ++n) {
+            scale[n] = float(widen(scales[2 * n]));
+            zero[n] = float(widen(scales[2 * n + 1])) - 8.0f * scale[n];
+        }
+        for (int r = 0; r < count; ++r) {
+            const int64_t at = (first + r) * x.groups + g;
+            int32_t found[PANEL];
+            group_of_four(weights, x.at(first + r, g), found);
+            const float own = x.scales[size_t(at)], all_sums = x.sums[size_t(at)];
+            for (int64_t n = 0; n < PANEL; ++n)
+                to[r].at[n] += own * (float(found[n]) * scale[n] + zero[n] * all_sums);
+        }
+    }
+}
+
+template <int count>
+static void eight_panel(const uint8_t* weights, const Rounded& x, int64_t first, Lanes* to) {
+    for (int r = 0; r < count; ++r) to[r] = {};
+    for (int64_t g = 0; g < x.groups; ++g, weights += 512) {
+        for (int c = 0; count == 1 && c < 8; ++c) __builtin_prefetch(weights + 64 * c + 4096);
+        for (int r = 0; r < count; ++r) {
+            const int64_t at = (first + r) * x.groups + g;
+            int32_t found[PANEL];
+            group_of_eight(weights, x.at(first + r, g), int32_t(x.sums[size_t(at)]), found);
+            for (int64_t n = 0; n < PANEL; ++n)
+                to[r].at[n] += x.scales[size_t(at)] * float(found[n]);
+        }
+    }
+}
+#endif
+
+// ---- products with a matrix
+
+template <int count>
+static void panel(const Integers& map, int64_t p, const Rounded& x, int64_t first, Lanes* to) {
+    const int64_t N = map.outputs();
+    const uint8_t* weights = map.weight.at<uint8_t>() + p * PANEL * map.weight.sizes[1];
+    by_dtype(map.scales.type(), [&](auto s) {
+        const auto* scales = map.scales.at<decltype(s)>();
+        if (map.four()) {
+            four_panel<count>(weights, scales + 2 * p * PANEL, N, x, first, to);
+            return;
+        }
+        eight_panel<count>(weights, x, first, to);
+        for (int64_t n = 0; n < PANEL; ++n) {
+            const float scale = float(widen(scales[p * PANEL + n]));
+            for (int r = 0; r < count; ++r) to[r].at[n] *= scale;
+        }
+    });
+}
+
+// Calls put(row, first output, 16 outputs) for the panels begin ... end and all rows.
+template <class Put>
+static void in_panels(const Integers& map, const Rounded& x, int64_t begin, int64_t end,
+                      const Put& put) {
+    Lanes found[TOGETHER];
+    for (int64_t p = begin; p < end; ++p)
+        for (int64_t r = 0, count; r < x.rows; r += count) {
+            const int64_t left = x.rows - r;
+            count = left >= TOGETHER ? TOGETHER : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            if (count == TOGETHER) panel<TOGETHER>(map, p, x, r, found);
+            else if (count == 4) panel<4>(map, p, x, r, found);
+            else if (count == 2) panel<2>(map, p, x, r, found);
+            else panel<1>(map, p, x, r, found);
+            for (int64_t n = 0; n < count; ++n) put(r + n, p * PANEL, found[n]);
+        }
+}
+
+// The parts of the panels of some matrices, which threads work on: work(matrix, begin, end).
+template <class Work>
+static void each_panel(const Integers* maps, int64_t count, const Work& work) {
+    int64_t panels = 0;
+    for (int64_t m = 0; m < count; ++m) panels += maps[m].outputs() / PANEL;
+    const int64_t grain = 1 + INTEGERS / (1 + PANEL * maps[0].inputs());
+    parallel(panels, grain, [&](int64_t begin, int64_t end) {
+        int64_t first = 0;
+        for (int64_t m = 0; begin < end; first += maps[m++].outputs() / PANEL) {
+            const int64_t stop = std::min(end, first + maps[m].outputs() / PANEL);
+            if (begin < stop) work(m, begin - first, stop - first), begin = stop;
+        }
+    });
+}
+
+template <class S>
+static void narrow_lanes(const Lanes& found, const S* residual, S* to) {
+    for (int64_t n = 0; n < PANEL; ++n) {
+        const auto y = typename Computed<S>::type(found.at[n]);
+        narrow(residual ? y + widen(residual[n]) : y, to[n]);
+    }
+}
+
+static void run_products(Products& op) {
+    by_dtype(op.x.type(), [&](auto s) {
+        using S = decltype(s);
+        Rounded x(count_rows(op.x), op.maps[0].inputs());
+        round_rows<S>(op.x, x);
+        each_panel(op.maps, op.count, [&](int64_t m, int64_t begin, int64_t end) {
+            const int64_t N = op.maps[m].outputs();
+            S* out = op.outs[m].at<S>();
+            const S* residual = op.residual ? op.residual.at<S>() : nullptr;
+            in_panels(op.maps[m], x, begin, end, [&](int64_t r, int64_t n, const Lanes& found) {
+                narrow_lanes(found, residual ? residual + r * N + n : nullptr, out + r * N + n);
+            });
+        });
+    });
+}
+
+LATTE_INLINE V<float> bent(Bend bend, V<float> x) {
+    if (bend == Bend::silu) return x * silu_factor(x);
+    const V<float> inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);  // sqrt(2 / pi)
+    return 0.5f * x * (tanh(inner) + 1.0f);
+}
+
+static void run_network(Products& op) {
+    by_dtype(op.x.type(), [&](auto s) {
+        using S = decltype(s);
+        using T = typename Computed<S>::type;
+        const int64_t R = count_rows(op.x), K = op.maps[0].inputs(), M = op.maps[0].outputs();
+        const int64_t N = op.maps[2].outputs(), stride = op.x.strides[op.x.dims - 1];
+        Rounded x(R, K), inner(R, M);
+        std::vector<T> from(size_t(K), T(0));
+        std::vector<S> normed(size_t(K), S{});
+        for (int64_t r = 0; r < R; ++r) {
+            gather(row_of<S>(op.x, r), stride, K, from.data());
+            norm_row(from.data(), op.norm.at<S>(), 1, T(op.eps), T(op.offset), K, normed.data());
+            for (int64_t g = 0; g < x.groups; ++g) {
+                float group[GROUP];
+                for (int64_t j = 0; j < GROUP; ++j) group[j] = float(widen(normed[size_t(g * GROUP + j)]));
+                x.put(r, g, group);
+            }
+        }
+        const std::unique_ptr<float[]> both(new float[size_t(2 * R * M)]);
+        each_panel(op.maps, 2, [&](int64_t m, int64_t begin, int64_t end) {
+            float* to = both.get() + m * R * M;
+            in_panels(op.maps[m], x, begin, end, [&](int64_t r, int64_t n, const Lanes& found) {
+                std::memcpy(to + r * M + n, &found, sizeof found);
+            });
+        });
+        for (int64_t r = 0; r < R; ++r)
+            for (int64_t g = 0; g < inner.groups; ++g) {
+                const float *gate = both.get() + r * M + g * GROUP, *up = gate + R * M;
+                float group[GROUP];
+                for (int64_t c = 0; c < GROUP; c += width<float>)
+                    store_all(group + c, bent(op.bend, load_all(gate + c)) * load_all(up + c));
+                inner.put(r, g, group);
+            }
+        each_panel(op.maps + 2, 1, [&](int64_t, int64_t begin, int64_t end) {
+            in_panels(op.maps[2], inner, begin, end, [&](int64_t r, int64_t n, const Lanes& found) {
+                S residual[PANEL];
+                for (int64_t j = 0; op.adds && j < PANEL; ++j)
+                    residual[j] = row_of<S>(op.x, r)[(n + j) * stride];
+                narrow_lanes(found, op.adds ? residual : nullptr, op.outs[0].at<S>() + r * N + n);
+            });
+        });
+    });
+}
+
+#endif
