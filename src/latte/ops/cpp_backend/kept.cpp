@@ -12,13 +12,15 @@ namespace latte {
 static KeptAttention inputs(Stack& stack) {
     KeptAttention op;
     op.q = stack.tensor(), op.k = stack.tensor(), op.v = stack.tensor();
-    for (Tensor* x : {&op.latent_q, &op.latent_k, &op.log_mass, &op.mean, &op.old_k, &op.old_v,
-                      &op.old_latent_k, &op.sink_q, &op.sink_k, &op.sink_v, &op.log_decay, &op.old_log_decay,
-                      &op.sinks_seen, &op.source})
+    for (Tensor* x :
+         {&op.latent_q, &op.latent_k, &op.log_mass, &op.mean, &op.old_k, &op.old_v,
+          &op.old_latent_k, &op.sink_q, &op.sink_k, &op.sink_v, &op.log_decay, &op.old_log_decay,
+          &op.sinks_seen, &op.source})
         *x = stack.maybe_tensor();
     op.kept = stack.tensor(), op.kept_there = stack.tensor();
     op.late = stack.tensor(), op.late_there = stack.tensor(), op.begun = stack.tensor();
-    op.age = stack.maybe_tensor(), op.owner = stack.maybe_tensor(), op.ends = stack.maybe_tensor();
+    op.age = stack.maybe_tensor(), op.owner = stack.maybe_tensor();
+    op.ends = stack.maybe_tensor();
     return op;
 }
 
@@ -72,7 +74,8 @@ static void check_inputs(const Expect& expect, const KeptAttention& op) {
     expect.together({&op.sink_q, &op.sink_k, &op.sink_v, &op.sinks_seen},
                     "sink_q, sink_k, sink_v and sinks_seen");
     expect(op.sink_q, "sink_q", dtype, {B, T, H, K});
-    expect(op.sink_k, "sink_k", dtype, {N, n, G, K}), expect(op.sink_v, "sink_v", dtype, {N, n, G, D});
+    expect(op.sink_k, "sink_k", dtype, {N, n, G, K});
+    expect(op.sink_v, "sink_v", dtype, {N, n, G, D});
     expect(op.sinks_seen, "sinks_seen", boolean, {B, Z, n}, plain);
     expect(op.log_decay, "log_decay", sums, {B, T, H, L});
     expect(op.old_log_decay, "old_log_decay", sums, {B, M, H, L});
@@ -90,7 +93,8 @@ static void check_inputs(const Expect& expect, const KeptAttention& op) {
     check_places(expect, op, op.kept, op.kept_there, "kept must hold places of its own row");
     check_places(expect, op, op.late, op.late_there, "late must hold places of its own row");
     expect.together({&op.age, &op.owner, &op.ends}, "age, owner and ends");
-    expect.that(!op.ends || (B == 1 && !op.log_mass), "packed sequences need one row, and no state");
+    expect.that(!op.ends || (B == 1 && !op.log_mass),
+                "packed sequences need one row, and no state");
     expect(op.age, "age", integer, {Z}, plain), expect(op.owner, "owner", integer, {Z}, plain);
     expect(op.ends, "ends", integer, {N}, plain);
     expect.between(op.age, "age", 0, Z - 1);
@@ -131,8 +135,8 @@ static void check_gradients(const Expect& expect, const KeptAttention& op) {
     expect(op.saved_sum, "saved_sum", sums, {B, X, H, L, D}, Layout::contiguous);
 }
 
-// (dy and the state's gradients, the tensors, saved x 3, numbers) -> gradients of q, k, v, latent_q,
-// latent_k, log_mass, mean, old_k, old_v, old_latent_k, the sinks' queries, keys and values,
+// (dy and the state's gradients, the tensors, saved x 3, numbers) -> gradients of q, k, v,
+// latent_q, latent_k, log_mass, mean, old_k, old_v, old_latent_k, the sinks' queries, keys and values,
 // log_decay and old_log_decay, empty for None
 static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);

@@ -16,13 +16,13 @@ struct KeptHead {
     static constexpr T lowest = -std::numeric_limits<T>::infinity();
     const KeptAttention& op;
     const int64_t K, D, L, R, n, C, J, Z;
-    const int64_t Kp, Dp, RL, RLp, Lq;     // of whole vectors
-    const int64_t base, first, ld;         // where keys begin, where sinks do, columns of a row
-    const int64_t together;                // queries that are processed at once
+    const int64_t Kp, Dp, RL, RLp, Lq;  // of whole vectors, but RL
+    const int64_t base, first, ld;      // where keys begin, where sinks do, columns of a row
+    const int64_t together;             // queries that are processed at once
     const bool back, far, forgets;
     const T query_scale, score_scale;  // as in attention_head.h
     Memory memory;
-    // Of a block: keys and values by column, and as panels; with them what they get.
+    // Of a block: keys and values by column, and as panels; and what they get.
     Factor<T>*keys, *key_panels, *values, *value_panels = nullptr, *sink_panels,
         *sink_value_panels = nullptr;
     T *key_rows, *value_rows, *dkeys = nullptr, *dvalues = nullptr;
@@ -31,19 +31,19 @@ struct KeptHead {
         *dy = nullptr, *inverse;
     Factor<T>*left = nullptr, *right = nullptr;  // what a product has been given, as factors
     // Of the latents: their state, how much of it an update left, what they read.
-    T *mass, *sum, *mean, *factor, *e, *late_v;
+    T *mass, *sum, *mean, *remains, *e, *late_v;
     double *top, *raw, *highest, *forgotten;
     // Of a segment: the states after each update. Of the way back: R and n, the means turned.
     T *masses = nullptr, *means = nullptr, *left_of = nullptr, *reverse = nullptr,
       *scalar = nullptr, *dmean = nullptr, *turned = nullptr, *dlate = nullptr;
     double *tops = nullptr, *dforgotten = nullptr;
-    std::vector<int64_t> sources;          // of the block's keys, by column from `base` on
-    std::vector<int64_t> hidden;           // columns that no query sees
-    std::vector<int64_t> read;             // slots that the latents read at the block's update
-    int64_t b = 0, g = 0, set = 0, h0 = 0;  // row, group, which of the sets of heads, its first head
-    int64_t z = 0, begin = 0, rows_in_all = 0;
-    Columns own{};              // of the block's first query
-    std::vector<int64_t> stops;  // of each row that is processed: the columns that it sees end there
+    std::vector<int64_t> sources;  // of the block's keys, by column from `base` on
+    std::vector<int64_t> hidden;   // columns that no query sees
+    std::vector<int64_t> read;     // slots that the latents read at the block's update
+    std::vector<int64_t> stops;    // where the columns end that each row at once sees
+    int64_t b = 0, g = 0, set = 0, h0 = 0;      // row, group, set of heads, its first head
+    int64_t z = 0, begin = 0, rows_in_all = 0;  // block, its first slot, slots up to the last query
+    Columns visible{};                          // to the block's first query
 
     KeptHead(const KeptAttention& given, bool backward)
         : op(given), K(op.q.sizes[3]), D(op.v.sizes[3]), L(op.latents()),
@@ -79,7 +79,7 @@ struct KeptHead {
             const int64_t rows = most(Q, ld), widest = most(ld, most(Kp, Dp));
             left = packed(rows, widest), right = packed(rows, widest);
         }
-        mass = room(RLp), sum = room(RLp * Dp), mean = room(RLp * Dp), factor = room(RLp);
+        mass = room(RLp), sum = room(RLp * Dp), mean = room(RLp * Dp), remains = room(RLp);
         e = room(far ? C * RLp : 0), late_v = room(far ? C * Dp : 0);
         top = memory.room<double>(RLp), raw = memory.room<double>(far ? C * RLp : 0);
         highest = memory.room<double>(RLp);
@@ -154,7 +154,7 @@ struct KeptHead {
         if (op.age) low = most(low, begin - op.age.at<int64_t>()[z] * C);
         while (source_at(low) < 0) ++low;
         const bool latents = far && op.begun.at<bool>()[plan_at(z, 1)];
-        own = {latents ? first - L : first, base + keys_kept + begin - low + 1};
+        visible = {latents ? first - L : first, base + keys_kept + begin - low + 1};
         for (int64_t slot = low; slot < begin + rows_in_all; ++slot)
             sources.push_back(source_at(slot));
         const int64_t count = int64_t(sources.size());
@@ -185,8 +185,8 @@ struct KeptHead {
     }
 
     // The first of the columns that queries see, and where those of a query end.
-    int64_t start() const { return own.start; }
-    int64_t stop_of(int64_t query) const { return own.stop + query; }
+    int64_t start() const { return visible.start; }
+    int64_t stop_of(int64_t query) const { return visible.stop + query; }
     void find_stops(int64_t from, int64_t stop) {
         stops.clear();
         for (int64_t query = from; query < stop; ++query)
@@ -404,16 +404,16 @@ struct KeptHead {
     // The latents after a block's update.
     void advance(int64_t block) {
         if (begins(block)) begin_latents();
-        for (int64_t l = 0; l < RL; ++l) factor[l] = 1;
+        for (int64_t l = 0; l < RL; ++l) remains[l] = 1;
         if (forgets && !begins(block)) forget(block ? slot_at(block - 1) : 0, slot_at(block));
         load_late(block);
         if (read.empty()) return;
         scale_late();
         for (int64_t l = 0; l < RL; ++l) {
             if (highest[l] == top[l]) continue;
-            factor[l] = T(std::exp(top[l] - highest[l]));
-            top[l] = highest[l], mass[l] *= factor[l];
-            for (int64_t d = 0; d < Dp; ++d) sum[l * Dp + d] *= factor[l];
+            remains[l] = T(std::exp(top[l] - highest[l]));
+            top[l] = highest[l], mass[l] *= remains[l];
+            for (int64_t d = 0; d < Dp; ++d) sum[l * Dp + d] *= remains[l];
         }
         const int64_t count = int64_t(read.size());
         for (int64_t l = 0; l < RLp; l += W) {
@@ -667,8 +667,8 @@ struct KeptHead {
         const bool past = source < op.old();
         const Tensor& x = past ? op.dold_latent_k : op.dlatent_k;
         for (int64_t r = 0; r < R; ++r) {
-            copy(out, from + r * L, L);
-            put(x, b, past ? source : token_of(source), h0 + r, 1, out, whole<T>(L));
+            copy(dmean, from + r * L, L);  // by now it is free
+            put(x, b, past ? source : token_of(source), h0 + r, 1, dmean, whole<T>(L));
         }
         if (!forgets) return;
         for (int64_t l = 0; l < RL; ++l) dforgotten[leaving(slot) * RL + l] -= double(from[l]);
@@ -683,7 +683,7 @@ struct KeptHead {
         for (int64_t block = begin_at; block < stop; ++block) {
             const int64_t j = block - begin_at;
             advance(block);
-            copy(masses + j * RLp, mass, RLp), copy(left_of + j * RLp, factor, RLp);
+            copy(masses + j * RLp, mass, RLp), copy(left_of + j * RLp, remains, RLp);
             copy(tops + j * RLp, top, RLp), copy(means + j * RLp * Dp, mean, RLp * Dp);
         }
     }
