@@ -47,6 +47,8 @@ class Fences:
         def new_empty(like, size, dtype=None, device=None):
             if not isinstance(size, tuple):
                 return plain(like, size, device=device)  # the interpreter's own
+            if not (dtype or like.dtype).is_floating_point:
+                return plain(like, size, dtype=dtype, device=device)  # which cannot be NaN
             return self.fenced(size, dtype or like.dtype, like.device)
 
         def empty_like(x, memory_format=None):

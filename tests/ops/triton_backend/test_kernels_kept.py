@@ -12,7 +12,7 @@ import torch
 from latte.ops import Kept, Partition, macchiato_attention
 from latte.ops.tensors import Sequences
 from latte.ops.torch_backend.kept import KeptCall, Plan
-from latte.ops.triton_backend import kept_attention
+from latte.ops.triton_backend import kept_attention, kept_choice
 from tests.ops.helpers import macchiato_inputs, randn
 from tests.ops.triton_backend.kernel_helpers import DEVICE, kernels
 
@@ -77,6 +77,23 @@ def test_gradients_are_summed_in_one_order():
     inputs = bench.inputs(1, 24)
     first, again = (bench.results(inputs) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_choice_in_segments_is_that_of_sorting(packed, monkeypatch):
+    """Many equal scores, some of -inf; sequences that begin within a segment of two blocks."""
+    monkeypatch.setattr(kept_choice, "SHORTEST_CHOICE", 2)
+    scores = randn(1, 26, 1, seed=5).mul(2).round().float().to(DEVICE)
+    scores[:, 3::7] = -torch.inf
+    cu = torch.tensor([0, 0, 8, 9, 26], device=DEVICE) if packed else None
+    mask = torch.arange(26, device=DEVICE)[None] % 5 != 2
+    call = (Kept(scores, 3, 2), 3, Sequences(mask, cu), None, None)
+    plain, found = Plan.of(*call), Plan.of(*call, choose=kept_choice.choose)
+    for name in ("kept", "late", "after"):
+        there = getattr(plain, f"{name}_there")
+        assert torch.equal(there, getattr(found, f"{name}_there"))
+        wanted, got = (getattr(x, name)[there] for x in (plain, found))
+        assert torch.equal(got, wanted)
 
 
 @pytest.mark.slow
