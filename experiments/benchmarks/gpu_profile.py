@@ -118,9 +118,9 @@ def profiled(at: gpu.Place, call: Callable[[], Any], steps: int = STEPS) -> tupl
 
 def cases(at: gpu.Place) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     """Case, model and call; what a call needs is made when it is asked for."""
-    size, total, lengths = "paper", 32768, (1024, 4096, 16384)
+    size, total, lengths = "paper", 32768, [1024, 4096, 16384]
     if at.quick:
-        size, total, lengths = "tiny", 128, (64,)
+        size, total, lengths = "tiny", 128, [64]
     for T, compiled in itertools.product(lengths, (False, True)):
         if at.quick and compiled:
             continue
@@ -172,7 +172,7 @@ def compare_fused(at: gpu.Place) -> None:
         lq, lk = (at.normal(1, T, heads, L + n, seed=n) for n in (1, 0))
         q, k, v = (at.normal(1, T, heads, n, seed=i + 2) for i, n in enumerate((K, K, D)))
         own: Any = {"window": window, "backend": at.backend}
-        sides = {
+        sides: dict[str, gpu.DeviceCall] = {
             "fused": lambda x=(lq, lk, q, k, v), o=own: macchiato_attention(*x, **o),
             "window": lambda x=(q, k, v), o=own: sliding_window_attention(*x, **o),
             "latents": lambda x=(lq[..., 1:], lk, v): latte_attention(*x, backend=at.backend),
