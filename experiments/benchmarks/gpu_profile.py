@@ -23,6 +23,7 @@ one after the other, by length and width. This decides whether the kernel should
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -172,10 +173,11 @@ def compare_fused(at: gpu.Place) -> None:
         lq, lk = (at.normal(1, T, heads, L + n, seed=n) for n in (1, 0))
         q, k, v = (at.normal(1, T, heads, n, seed=i + 2) for i, n in enumerate((K, K, D)))
         own: Any = {"window": window, "backend": at.backend}
+        far_inputs = lq[..., 1:], lk, v
         sides: dict[str, gpu.DeviceCall] = {
-            "fused": lambda x=(lq, lk, q, k, v), o=own: macchiato_attention(*x, **o),
-            "window": lambda x=(q, k, v), o=own: sliding_window_attention(*x, **o),
-            "latents": lambda x=(lq[..., 1:], lk, v): latte_attention(*x, backend=at.backend),
+            "fused": functools.partial(macchiato_attention, lq, lk, q, k, v, **own),
+            "window": functools.partial(sliding_window_attention, q, k, v, **own),
+            "latents": functools.partial(latte_attention, *far_inputs, backend=at.backend),
         }
         with torch.no_grad():
             times = gpu.measure(at, sides, budget=0.2, rounds=3, graphs=True)
