@@ -17,7 +17,7 @@ WHEELS := .venv-wheels
 # Overrides of a conversion's recipe, such as RECIPE_OPTIONS="data.corpus=text.jsonl layers.steps=50".
 RECIPE_OPTIONS ?=
 
-.PHONY: setup demo smollm2 gemma3 test test-all test-triton test-vllm sanitize lint format docs bench gpu-check clean
+.PHONY: setup demo smollm2 gemma3 test test-all test-triton test-vllm sanitize lint format docs bench gpu-check gpu-profile clean
 
 setup: $(NATIVE)
 
@@ -102,10 +102,17 @@ bench: $(NATIVE)
 		$(BIN)/python -m experiments.benchmarks.cpu_$$part $(BENCH) || exit 1; done
 
 # On a machine with a GPU: are the kernels right, then how fast are they; ten minutes, CSV and figures.
+# Its PyTorch has CUDA, and its Triton the assembler that an H100 needs, unlike those of the tests.
+gpu-check gpu-profile: CONSTRAINTS = constraints-gpu.txt
 gpu-check: $(READY)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[gpu,baselines]"
 	$(BIN)/python -m experiments.benchmarks.gpu_check --fill
 	$(BIN)/python -m experiments.benchmarks.gpu_check
+
+# There too: which kernels a training step and a step of decoding spend their time in, and the gaps.
+gpu-profile: $(READY)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[gpu]"
+	$(BIN)/python -m experiments.benchmarks.gpu_profile
 
 # What can be published: an sdist, a pure wheel and a wheel with the kernels for this system, in dist/.
 $(WHEELS)/.ready: $(CONSTRAINTS)

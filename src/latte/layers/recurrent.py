@@ -44,7 +44,8 @@ class BlockDiagonalLinear(InitializedModule):
     def forward(self, x_BTE: Tensor) -> Tensor:
         (N, P, _), (B, T, E) = self.weight.shape, x_BTE.shape
         x_NMP = x_BTE.reshape(-1, N, P).transpose(0, 1)
-        return torch.bmm(x_NMP, self.weight).transpose(0, 1).reshape(B, T, E) + self.bias
+        y_NMP = torch.baddbmm(self.bias.view(N, 1, P), x_NMP, self.weight)
+        return y_NMP.transpose(0, 1).reshape(B, T, E)
 
     def step(self, x_NBP: Tensor) -> Tensor:
         """The same for single tokens given by blocks, (B, E), in at least fp32."""

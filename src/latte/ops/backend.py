@@ -187,7 +187,7 @@ def choose(
     if chosen is None:
         named = named_backend()
         chosen = "torch" if named is None or named not in serves else named
-        if named is None and checked.on_gpu(device):
+        if named is None and device.type == checked.GPU:
             if "triton" in serves and form is not None and not checked.differentiated_forward():
                 reason = checked.refused_call(op, form, step, device, inputs)
                 if reason is None:

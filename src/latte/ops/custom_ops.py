@@ -153,9 +153,16 @@ def differentiable_op(
         ctx.numbers = inputs[count:]
         ctx.save_for_backward(*tensors, *[found[i] for i in saved_at])
         ctx.mark_non_differentiable(*found[len(returns) :])
+        # Missing gradients become zeros for ``returns`` alone, in `differentiate`.
+        ctx.set_materialize_grads(False)
+        ctx.like = [(x.shape, x.dtype, x.device) for x in found[: len(returns)]]
 
-    def differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, numbers, grads = ctx.saved_tensors, ctx.numbers, grads[: len(returns)]
+    def differentiate(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors, numbers = ctx.saved_tensors, ctx.numbers
+        grads = [
+            torch.zeros(shape, dtype=dtype, device=device) if dy is None else dy
+            for dy, (shape, dtype, device) in zip(given, ctx.like, strict=False)
+        ]
         every: list[Tensor | None] = [None] * len(fields)
         check_first_order(f"latte::{name}")
         for i, dx in zip(wanted, backward_op(*grads, *tensors, *numbers), strict=True):

@@ -39,13 +39,14 @@ def computation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def on_cpu(x: Tensor) -> bool:
+def on_cpu(x: Tensor, or_gpu: bool = False) -> bool:
     """Whether PyTorch runs x's operations one by one on a CPU, where few and large ones pay.
 
     False where it traces them, and where it takes derivatives that an autograd function does not
-    have: forward mode and the transforms of ``torch.func``.
+    have: forward mode and the transforms of ``torch.func``. ``or_gpu``: a CUDA device will do too.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    kind = x.device.type
+    if kind != "cpu" and not (or_gpu and kind == "cuda") or torch.compiler.is_compiling():
         return False
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     return not transformed and forward_ad._current_level < 0

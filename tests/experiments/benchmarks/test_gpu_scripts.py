@@ -12,6 +12,7 @@ from experiments.benchmarks import (
     gpu_common,
     gpu_models,
     gpu_ops,
+    gpu_profile,
 )
 from experiments.benchmarks.records import MODES, RESULTS, read_rows
 from latte.ops import causal_conv1d, latte_attention, rg_lru
@@ -298,3 +299,28 @@ def test_hgrn_with_these_inputs_is_the_rg_lru(monkeypatch):
     monkeypatch.setattr(gpu_baselines, "find", lambda module, name: hgrn)
     want, _ = rg_lru(x, r, i, theta)
     torch.testing.assert_close(gpu_baselines.rg_lru_baselines()["chunk_hgrn"](x, r, i, theta), want)
+
+
+def test_profile(tmp_path, capsys):
+    gpu_profile.main(arguments(tmp_path))
+    rows = read_rows(tmp_path / "gpu_profile.csv")
+    assert set(rows[0]) >= MACHINE
+    wholes = [row for row in rows if not row["kernel"]]
+    models = [gpu_models.OURS, gpu_models.RIVAL, gpu_models.OURS, gpu_models.LLAMA]
+    assert [row["model"] for row in wholes] == models
+    for whole in wholes:
+        place = whole["case"], whole["model"]
+        own = [row for row in rows if row["kernel"] and (row["case"], row["model"]) == place]
+        assert sum(float(row["launches"]) for row in own) == float(whole["launches"])
+        assert float(whole["busy_us"]) > 0 and float(whole["allocated_mb"]) > 0
+        assert float(whole["busy_us"]) + float(whole["gap_us"]) <= float(whole["host_us"])
+        assert float(whole["read_gb"]) > 0
+    assert "aten::add" in {row["kernel"] for row in rows}
+    (fused,) = read_rows(tmp_path / "gpu_fused.csv")
+    assert float(fused["times_both"]) > 0
+
+
+def test_gaps_are_what_no_kernel_fills():
+    times = {"a": (0, 4), "b": (2, 5), "c": (8, 9)}
+    ran = [gpu_profile.Kernel(name, *time) for name, time in times.items()]
+    assert gpu_profile.busy_and_gaps(ran) == (6, 3) and gpu_profile.busy_and_gaps([]) == (0, 0)

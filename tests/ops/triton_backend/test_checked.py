@@ -139,7 +139,7 @@ def test_a_call_looks_its_answer_up(gpu, monkeypatch):
 def test_a_model_on_a_gpu_reaches_the_kernels_without_a_setting(gpu, monkeypatch):
     """Tensors without memory, on a device that counts as a GPU."""
     gpu()
-    monkeypatch.setattr(checked, "on_gpu", lambda device: device.type == "meta")
+    monkeypatch.setattr(checked, "GPU", "meta")
     with torch.device("meta"):
         config = preset_config("latte-r-swa++", "small", num_hidden_layers=1)
         model = LatteForCausalLM(config).to(BF16)

@@ -1,7 +1,7 @@
 """The RMSNorm, SwiGLU's product and the rotation by PyTorch's operations.
 
-On a CPU the RMSNorm and the rotation have gradients of their own, which save less and make fewer
-intermediates. Elsewhere, and where PyTorch traces, plain operations are used.
+On a CPU the RMSNorm, and without tracing the rotation, have gradients of their own, which save less
+and make fewer intermediates. Elsewhere plain operations are used.
 
 Shape suffixes: B batch, T tokens, H heads, K width of a head, E width.
 """
@@ -62,7 +62,7 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See :func:`latte.ops.pointwise.rotate`."""
-    if on_cpu(x_BTHK):
+    if on_cpu(x_BTHK, or_gpu=True):  # a launch for each operation
         return Rotation.apply(_turned, x_BTHK, cos, sin, 1.0)
     first, second = x_BTHK.chunk(2, -1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
@@ -71,7 +71,7 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """The rotation by the angles times ``sign``, without intermediates."""
-    out, K = torch.empty(x.shape, dtype=cos.dtype), cos.shape[-1]
+    out, K = torch.empty(x.shape, dtype=cos.dtype, device=x.device), cos.shape[-1]
     first, second = x[..., :K], x[..., K:]
     torch.mul(first, cos, out=out[..., :K]).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=out[..., K:]).addcmul_(first, sin, value=sign)

@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 from latte.ops.notices import warn_once
 from latte.ops.triton_backend import launch
 
+GPU = "cuda"  # the type of the devices that the rule is about
 TABLE = Path(__file__).with_name("checked.csv")
 
 
@@ -132,11 +133,6 @@ def refusal(
                 f"{form.op} was checked up to {name} = {most[name]} here, not for {name} = {width}"
             )
     return _trial(device, products)
-
-
-def on_gpu(device: torch.device) -> bool:
-    """Whether the rule is about tensors on this device."""
-    return device.type == "cuda"
 
 
 def refused_call(

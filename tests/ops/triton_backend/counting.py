@@ -1,0 +1,82 @@
+"""Number of kernels that a call would launch on a GPU, found on a CPU.
+
+The call runs on CPU tensors along the paths of a GPU: our launches go to a stub, and each of
+PyTorch's operations that would start a kernel counts as one. Results are whatever memory held.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch._library.custom_ops import OPDEFS
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from latte.ops import cpp_backend, use_backend
+from latte.ops.torch_backend import pointwise
+from tests.ops.triton_backend.launches import launching
+
+# Operations that only allocate, or only look at memory in another way.
+FREE = {
+    *("alias", "as_strided", "chunk", "detach", "diagonal", "empty", "empty_like", "empty_strided"),
+    *("expand", "new_empty", "new_empty_strided", "permute", "select", "slice", "split", "squeeze"),
+    *("split_with_sizes", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as"),
+    *("_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "set_", "view_as_real"),
+    *("is_same_size", "sym_size", "prim", "unsafe_split", "unsafe_chunk"),
+}
+# They wait for the GPU.
+WAITS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "masked_select", "equal"}
+
+
+class Count(TorchDispatchMode):
+    """The operations of a block, by name, ours included; ``waits`` are synchronisations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace == "latte":
+            inside = OPDEFS[func.name()]._init_fn
+            with self:  # what it launches counts, by Triton or by PyTorch
+                return inside(*args, **kwargs or {})
+        if name in WAITS:
+            self.waits[name] += 1
+        elif name == "_to_copy" or name not in FREE and func.namespace in ("aten", "prims"):
+            self.launched[name] += 1
+        return func(*args, **kwargs or {})
+
+    def launch(self, name: str, kernel: Any, args: Any, options: Any) -> None:
+        self.launched[name] += 1
+
+    @property
+    def total(self) -> int:
+        return self.launched.total()
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[Count]:
+    """Our calls take the paths of a GPU, and are counted."""
+    count = Count()
+    with launching(count.launch) as patch, use_backend("triton", everywhere=True):
+        on_a_gpu(patch)
+        with count:
+            yield count
+
+
+def on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """No kernels for CPUs; the norm is one kernel, as CUDA's is."""
+    patch.setattr(cpp_backend, "ABSENT", "as on a GPU")
+    patch.setattr(cpp_backend, "WARNS", False)
+    patch.setattr(pointwise, "on_cpu", lambda x, or_gpu=False: or_gpu)
+    patch.setattr(F, "rms_norm", _one_kernel)
+
+
+def _one_kernel(x: Any, shape: Any, weight: Any, eps: float) -> Any:
+    return F.layer_norm(x, shape, weight, None, eps)
