@@ -194,7 +194,8 @@ def fact_case(
     text = material.piece(int(rng.integers(len(material.text))), room)
     places = rng.integers(0, max(1, room - 200), len(facts))
     places[index % len(said)] = round(depth * room)
-    parts, done = [before], 0
+    parts: list[Any] = [before]
+    done = 0
     for which in np.argsort(places, kind="stable"):
         parts += [text[done : places[which]], facts[which]]
         done = places[which]

@@ -190,7 +190,7 @@ class LayerFit:
 
         near, _ = layer.window_branch(local, context)
         sink_q = None if local.sink_q is None else half(local.sink_q)
-        kept = layer.kept_tokens > 0
+        kept = local.scores is not None
         return FitRow(
             x=half(x),
             v=half(local.v),
@@ -199,7 +199,9 @@ class LayerFit:
             log_mass=log_mass[0] if kept else layer.window_mass(local, context)[0],
             mass=mass[0],
             places=places,
-            local=(half(local.q), half(local.k), sink_q, local.scores[0]) if kept else None,
+            local=None
+            if local.scores is None
+            else (half(local.q), half(local.k), sink_q, local.scores[0]),
         )
 
     def errors(self, row: FitRow) -> tuple[Tensor, Tensor]:

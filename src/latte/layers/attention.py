@@ -138,7 +138,7 @@ class LatteMacchiato(Mixer):
         self.joint_softmax = joint_softmax
         self.kept_tokens, self.kept_block = kept_tokens, kept_block
         if kept_tokens:
-            self.carries = tuple("kept" if x == "window" else x for x in type(self).carries)
+            self.carries = tuple("kept" if x == "window" else x for x in type(self).carries)  # type: ignore[misc]
         self.partition = Partition(None, delay_latents, joint_softmax) if beyond else None
         self.sink_edge = self.window + num_sinks - 1 if num_sinks else None
 

@@ -237,7 +237,7 @@ class ConvertedFields(PartitionFields):
     """Options that a converted model's configuration and a new conversion have."""
 
     window_probability: float = with_default(LatentFields, "window_probability", 0.95)
-    kept_tokens: int | Sequence[int] = option(
+    kept_tokens: int | Sequence[int] = option(  # type: ignore[assignment]
         0,
         "number of tokens, of each key/value head, that stay visible after they have left the"
         " window: one number, or one for each layer of the base",

@@ -258,9 +258,10 @@ class StepState:
         context, far = self.step_context, None
         if latents is not None and self.latent is not None:
             far = *latents, self.latent.log_mass, self.latent.mean
-        sizes = dict(zip(("count", "window", "block"), self.kept_sizes, strict=True))
-        given = *local, score, self.kept, context.position, context.real
-        return kept_step(*given, latents=far, update=context.update, **sizes, **options)
+        count, window, block = self.kept_sizes
+        options |= {"count": count, "window": window, "block": block, "update": context.update}
+        given: Any = *local, score, self.kept, context.position, context.real
+        return kept_step(*given, latents=far, **options)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepState:
         """The same with ``fn`` applied to each buffer (B, ...)."""

@@ -36,8 +36,10 @@ TUPLES: dict[str, Any] = {
     "kept": KeptState,
 }
 # Parts, and fields of parts, in the model's dtype.
-OF_ACTIVATIONS = ("window", "pending", "sinks", "conv", "short_conv")
-OF_ACTIVATIONS += ("kept.keys", "kept.values", "kept.latent_keys")
+OF_ACTIVATIONS = (
+    *("window", "pending", "sinks", "conv", "short_conv"),
+    *("kept.keys", "kept.values", "kept.latent_keys"),
+)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 EMPTY = (
     "latent.log_mass",

@@ -163,7 +163,8 @@ def _exact(
     logits = [window_logits(q_BTHK, keys_BSGK, local)]
     seen = [near.repeat_interleave(H // keys_BSGK.shape[2], 1)]
     if sinks is not None:
-        logits.append(window_logits(*wide(sinks.q, sinks.keys), local))
+        far_q, far_k = wide(sinks.q, sinks.keys)
+        logits.append(window_logits(far_q, far_k, local))
         seen.append(places.sinks[:, :, :T].expand(-1, H, -1, -1))
     return logits, seen
 
@@ -178,7 +179,8 @@ def log_mass(
     places = Places.of(*plan[:2], plan.sequences.key_mask, None, sinks)
     k_BTGK = without_masked(plan.sequences.key_mask, k_BTGK)
     q_BTHK = without_masked(plan.sequences.key_mask, q_BTHK)
-    logits, seen = (torch.cat(x, -1) for x in _exact(*wide(q_BTHK, k_BTGK), local, places, sinks))
+    q, k = wide(q_BTHK, k_BTGK)
+    logits, seen = (torch.cat(x, -1) for x in _exact(q, k, local, places, sinks))
     lowest = torch.finfo(logits.dtype).min / 2
     return logits.masked_fill(~seen, lowest).logsumexp(-1).transpose(1, 2)
 

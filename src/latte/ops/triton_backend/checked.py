@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from latte.ops.arguments import Convolution, Latte
 from latte.ops.notices import warn_once
 from latte.ops.triton_backend import launch
 
@@ -290,24 +291,20 @@ def _error(found: Tensor, wanted: Tensor) -> float:
 def tried_products(device: torch.device, T: int = 130) -> float:
     """Relative error of causal Latte in bf16, over the first three chunks."""
     from latte.ops import reference, triton_backend
-    from latte.ops.tensors import Sequences
 
     L, D = 32, 64
     q, k = (_waves(device, 1, T, 2, L, start=s).bfloat16() for s in (0.0, 1.0))
     v = _waves(device, 1, T, 2, D, start=2.0).bfloat16()
-    all_tokens = Sequences(None, None)
-    found, _ = triton_backend.latte_attention(q, k, v, all_tokens, None)
-    wanted, _ = reference.latte_attention(q.float(), k.float(), v.float(), all_tokens, None)
-    return _error(found.float(), wanted)
+    none = (None,) * 5
+    found = triton_backend.latte_attention(Latte(q, k, v, *none), True)[0]
+    exact = Latte(q.float(), k.float(), v.float(), *none)
+    return _error(found.float(), reference.latte_attention(exact, True)[0])
 
 
 def tried_sums(device: torch.device, T: int = 130) -> float:
     """Relative error of a convolution in fp32."""
     from latte.ops import reference, triton_backend
-    from latte.ops.tensors import Sequences
 
     x, weight = _waves(device, 1, T, 32), _waves(device, 32, 4, start=1.0)
-    all_tokens = Sequences(None, None)
-    found, _ = triton_backend.causal_conv1d(x, weight, None, all_tokens, None)
-    wanted, _ = reference.causal_conv1d(x, weight, None, all_tokens, None)
-    return _error(found, wanted)
+    call = Convolution(x, weight, None, None, None, None)
+    return _error(triton_backend.causal_conv1d(call)[0], reference.causal_conv1d(call)[0])
