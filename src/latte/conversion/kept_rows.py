@@ -252,6 +252,9 @@ def _values(rng: np.random.Generator) -> Callable[[str], str]:
     def made() -> str:
         return "".join(rng.choice(SYLLABLES, rng.integers(2, 4))).capitalize()
 
+    def one_of(words: Sequence[str]) -> Callable[[], str]:
+        return lambda: str(rng.choice(words))
+
     def name() -> str:
         return f"{rng.choice(NAMES)} {made()}" if rng.random() < 0.6 else str(rng.choice(NAMES))
 
@@ -271,7 +274,7 @@ def _values(rng: np.random.Generator) -> Callable[[str], str]:
         "address": lambda: f"{rng.integers(1, 300)} {made()} Street, {rng.choice(CITIES)}",
         "version": lambda: ".".join(map(str, rng.integers(0, 20, 3))),
         **{
-            kind: lambda words=words: str(rng.choice(words))
+            kind: one_of(words)
             for kind, words in (
                 ("city", CITIES), ("thing", THINGS), ("food", FOODS), ("colour", COLOURS),
                 ("work", WORKS), ("place", PLACES),
