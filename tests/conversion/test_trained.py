@@ -72,6 +72,28 @@ def test_more_layers_may_keep_full_attention(folder, tmp_path):
         apply_latents(folder, file, window=0)
 
 
+def test_as_many_tokens_are_kept_as_asked_for(folder, tmp_path):
+    def scored(**kept):
+        return converted("qwen3", **FIELDS, local_window=5, kept_block=4, **kept)
+
+    file, ids = tmp_path / "latents.safetensors", tokens(length=40)
+    model = scored(kept_tokens=3)
+    save_latents(model, file, dtype=torch.float64)
+    for number in (3, 1, [0, 2, 3, 0], 0):
+        wanted = scored(kept_tokens=number)
+        wanted.load_state_dict(model.state_dict(), strict=False)
+        found = apply_latents(folder, file, tmp_path / f"{number}", kept_tokens=number)
+        torch.testing.assert_close(found(ids).logits, wanted(ids).logits, rtol=1e-11, atol=1e-11)
+    unscored = tmp_path / "unscored.safetensors"
+    save_latents(converted("qwen3", **FIELDS), unscored)
+    with pytest.raises(LatteError, match="have no scores of tokens: expected kept_tokens=0, got 3"):
+        apply_latents(folder, unscored, kept_tokens=3)
+    out = tmp_path / "out"
+    given = ["convert", str(folder), str(out), "--trained", str(file), "--kept-tokens", "2,0,0,1"]
+    assert main(given) == 0
+    assert AutoConfig.from_pretrained(out).kept_tokens in ([2, 0, 0, 1], (2, 0, 0, 1))
+
+
 def test_weights_in_bf16_are_the_default(folder, tmp_path):
     model, file = converted("qwen3", **FIELDS), tmp_path / "latents.safetensors"
     save_latents(model, file)
@@ -218,7 +240,8 @@ def test_the_command(folder, tmp_path, capsys):
     given = ["convert", str(folder), str(out), "--trained", str(file)]
     assert main([*given, "--latents", "7"]) == 2
     assert (
-        "expected only --window, --keep-layers, --kept-window, --dtype and --weights, got --latents"
+        "expected only --window, --keep-layers, --kept-window, --kept-tokens, --dtype and"
+        " --weights, got --latents"
         in capsys.readouterr().err
     )
     assert main([*given, "--recipe", "x.yaml"]) == 2

@@ -19,6 +19,7 @@ from latte.ops import (
     Sinks,
     macchiato_attention,
     sliding_window_attention,
+    window_log_mass,
 )
 from latte.ops.tensors import Sequences
 from latte.ops.torch_backend.kept import KeptCall, Plan, kept_op
@@ -101,6 +102,32 @@ def test_it_is_the_equation(backend, decay, with_sinks):
                 values.append(logit.softmax(0) @ v[far, group])
             y = torch.stack(logits).softmax(0) @ torch.stack(values)
             assert_same([found[0, t, h]], [y], EXACT)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_log_mass_is_that_of_all_exact_keys(packed):
+    q, k, scores = kept_inputs()[2], kept_inputs()[3], scores_of()
+    sinks = Sinks(q, k[:, :SINKS], k[:, :SINKS], torch.ones(1, SINKS).bool())
+    options = {"window": W, "partition": Partition(sinks, kept=Kept(scores, N, C))}
+    found = window_log_mass(q, k, **options)
+    if packed:  # after another sequence
+        bounds = torch.tensor([0, T, 2 * T], dtype=torch.int32)
+        twice = Sinks(
+            *(torch.cat([x, x], 1) for x in sinks[:1]),
+            *(x.repeat(2, *[1] * (x.ndim - 1)) for x in sinks[1:4]),
+        )
+        kept = Kept(torch.cat([scores, scores], 1), N, C)
+        options = {"window": W, "partition": Partition(twice, kept=kept)}
+        both = window_log_mass(
+            *(torch.cat([x, x], 1) for x in (q, k)), cu_seqlens=bounds, **options
+        )
+        assert_same([both[:, T:]], [found], EXACT)
+    for t in range(T):
+        for h in range(H):
+            group = h // (H // G)
+            window, gone, kept, _ = places(scores[0], t, group, SINKS)
+            logits = torch.stack([q[0, t, h] @ k[0, s, group] for s in window + gone + kept])
+            assert_same([found[0, t, h]], [(logits / 6**0.5).logsumexp(0)], EXACT)
 
 
 @BACKENDS

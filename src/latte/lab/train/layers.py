@@ -74,7 +74,7 @@ class LayersSection:
         return FitOptions(mass_weight=mass_weight, **{name: getattr(self, name) for name in own})
 
 
-class _Table:
+class RotaryTable:
     """The rotary table of a layer's kind, as a call of positions; can go to another process."""
 
     def __init__(self, decoder: Any, kind: str | None) -> None:
@@ -202,7 +202,7 @@ def _fit_all(
             kept = read_object(scores, "scores", then="delete it to fit this layer again")
             yield index, [FitErrors(*score) for score in kept["scores"]]
             continue
-        table = _Table(model.model, layer.layer_kind)
+        table = RotaryTable(model.model, layer.layer_kind)
         given = (layer, table, files, section.held_out_rows, options, folder)
         jobs.append(functools.partial(_fit_one, *given))
     if section.processes == 1 or len(jobs) < 2 or model.device.type == "cuda":
@@ -225,7 +225,7 @@ def _one_thread() -> None:
 
 def _fit_one(
     layer: Any,
-    table: _Table,
+    table: RotaryTable,
     files: list[Path],
     held_out: int,
     options: FitOptions,

@@ -1,0 +1,71 @@
+"""Scores of kept tokens in layers, and the options that ask for them."""
+
+import pytest
+import torch
+
+from latte.errors import LatteError
+from latte.layers import LatteMacchiato
+from latte.layers.kept_scores import KeptScores
+from latte.models import LatteConfig
+from tests.conversion.bases import converted
+
+DIVIDED = {"delay_latents": True, "joint_softmax": True}
+W, C, N = 5, 4, 3
+
+
+def layer(**options):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_heads": 4, "num_latents": 8, "num_key_value_heads": 2}
+    return LatteMacchiato(**sizes, window=W, kept_tokens=N, kept_block=C, **DIVIDED, **options)
+
+
+def test_the_latest_tokens_are_kept_before_scores_are_fitted():
+    x = torch.randn(1, 23, 16)
+    _, state = layer()(x, output_final_state=True)
+    left = 20 - W  # the last one that has left the window at the update before token 22
+    assert state.kept.positions[0, :N].tolist() == [[left - i] * 2 for i in range(N)]
+
+
+def test_a_step_has_the_scores_of_the_forward():
+    scores = KeptScores(16, 2).double()
+    torch.nn.init.normal_(scores.down.weight)
+    x = torch.randn(3, 16, dtype=torch.float64)
+    assert torch.equal(scores.step(x), scores(x[:, None])[:, 0])
+
+
+def test_scores_decide_what_is_kept_and_have_no_gradient():
+    mixer, x = layer(), torch.randn(1, 40, 16)
+    torch.nn.init.normal_(mixer.latents.kept_scores.down.weight, std=10.0)
+    out, state = mixer(x, output_final_state=True)
+    scores = mixer.latents.kept_scores(x)[0]
+    best = scores[: 36 - W + 1].topk(N, 0).values
+    assert torch.equal(state.kept.scores[0, :N], best)
+    out.sum().backward()
+    with_gradients = {name for name, p in mixer.named_parameters() if p.grad is not None}
+    assert not any("kept_scores" in name for name in with_gradients) and with_gradients
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kept_tokens": 3}, "kept_tokens=3 needs delay_latents=True and joint_softmax=True"),
+        ({"kept_tokens": 3, "delay_latents": True}, "joint_softmax=True, got True and False"),
+        ({"kept_tokens": -1, **DIVIDED}, "kept_tokens must be 0 or more, got -1"),
+        ({"kept_block": 0}, "kept_block must be at least 1 token, got 0"),
+        ({"kept_tokens": 2, "mixer": "swa", "num_latents": None, **DIVIDED}, "mixer='swa'"),
+    ],
+)
+def test_options_that_do_not_fit(options, said):
+    with pytest.raises(LatteError, match=said):
+        LatteConfig(hidden_size=16, num_attention_heads=4, **{"num_latents": 8, **options})
+
+
+def test_a_number_for_each_layer_of_a_base():
+    numbers = [3, 0, 2, 0]
+    model = converted("llama", **DIVIDED, kept_tokens=numbers, kept_block=C)
+    assert [x.kept_tokens for x in model.model.mixers] == numbers
+    assert [hasattr(x.latents, "kept_scores") for x in model.model.mixers] == [
+        number > 0 for number in numbers
+    ]
+    with pytest.raises(LatteError, match="one for each of 4 layers, got 2 numbers"):
+        converted("llama", **DIVIDED, kept_tokens=[3, 2])
