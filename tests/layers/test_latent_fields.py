@@ -42,6 +42,8 @@ DEFAULTS = {
     "num_sinks": (0, 0, 4),
     "delay_latents": (False, False, True),
     "joint_softmax": (False, False, True),
+    "kept_tokens": (0,) * 3,
+    "kept_block": (64,) * 3,
     "kept_window": ("", None, None),
 }
 
@@ -128,6 +130,8 @@ def test_pages_have_the_meaning(page, kind):
         ("num_sinks", -1, "num_sinks must be 0 or more, got -1"),
         ("delay_latents", "yes", "delay_latents must be True or False, got 'yes'"),
         ("joint_softmax", 1, "joint_softmax must be True or False, got 1"),
+        ("kept_tokens", -1, "kept_tokens must be 0 or more, got -1"),
+        ("kept_block", 0, "kept_block must be at least 1 token, got 0"),
         ("local_window", 0, "local_window must be at least 1 key, got 0"),
         ("mixing", "both", "mixing must be one of .*, got 'both'"),
     ],

@@ -219,11 +219,11 @@ class PartitionFields(LatentFields):
         False, "the window's keys and the latents share one softmax", check_switch
     )
     # Beyond the paper. The latents read only the tokens that are not kept.
-    kept_tokens: int = option(
+    kept_tokens: int | Sequence[int] = option(
         0,
         "number of tokens, of each key/value head, that stay visible after they have left the"
-        " window: those with the largest scores",
-        partial(check_whole, least=0),
+        " window: those with the largest scores (a converted model: also one number per layer)",
+        check_counts,
     )
     kept_block: int = option(
         KEPT_BLOCK,
@@ -237,12 +237,6 @@ class ConvertedFields(PartitionFields):
     """Options that a converted model's configuration and a new conversion have."""
 
     window_probability: float = with_default(LatentFields, "window_probability", 0.95)
-    kept_tokens: int | Sequence[int] = option(  # type: ignore[assignment]
-        0,
-        "number of tokens, of each key/value head, that stay visible after they have left the"
-        " window: one number, or one for each layer of the base",
-        check_counts,
-    )
     # Without it the state of kept layers, and the time of a step, grow with the text.
     kept_window: int | None = option(
         None,

@@ -190,21 +190,20 @@ class StepPlan:
 
     def linear_maps(self, x: Tensor, *maps: Any) -> tuple[Tensor, ...]:
         """The output of up to three linear maps for x (B, E)."""
-        if integers := self._integers(x, maps):
-            return decoding.quantised_maps(x, *integers)
         weights = self.weights(x, maps, (nn.Linear,) * len(maps))
         if weights:
             return decoding.linear_maps(x, *weights)
+        if integers := self._integers(x, maps):
+            return decoding.quantised_maps(x, *integers)
         return tuple(self._call(x, linear) for linear in maps)
 
     def linear_add(self, x: Tensor, linear: Any, residual: Tensor) -> Tensor:
         """``residual + linear(x)`` for x (B, E)."""
-        integers = self._integers(x, (linear,))
-        if integers and residual.dtype == x.dtype and residual.is_contiguous():
-            return decoding.quantised_add(x, integers, residual)
-        weights = self.weights(x, (linear,), (nn.Linear,))
-        if weights and residual.dtype == x.dtype and residual.is_contiguous():
-            return decoding.linear_add(x, weights[0], residual)
+        if residual.dtype == x.dtype and residual.is_contiguous():
+            if weights := self.weights(x, (linear,), (nn.Linear,)):
+                return decoding.linear_add(x, weights[0], residual)
+            if integers := self._integers(x, (linear,)):
+                return decoding.quantised_add(x, integers, residual)
         return residual + self._call(x, linear)
 
     def _call(self, x: Tensor, linear: Any) -> Tensor:

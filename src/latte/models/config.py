@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
 
 from latte.errors import LatteError
-from latte.layers.latent_fields import PartitionFields, check_kept, window_option
+from latte.layers.latent_fields import PartitionFields, check_kept, window_option, with_default
 from latte.models.registry import (
     find_mixer,
     mixer_names,
@@ -74,6 +74,7 @@ class LatteConfig(PartitionFields, PreTrainedConfig):
     mixer: str = "macchiato"
     value_dim: int | None = None
     sliding_window: int | None = window_option()  # of ``macchiato``, ``gated`` and ``swa``
+    kept_tokens: int = with_default(PartitionFields, "kept_tokens", 0)  # all layers are alike
     conv_kernel_size: int = 3
     short_conv_size: int = 4
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"

@@ -203,14 +203,15 @@ def attend(
             assert state.latent_keys is not None
             none = torch.zeros_like(state.latent_keys, dtype=latents.log_decay.dtype)
             state = state._replace(log_decay=none)
-    every = (*qkv, *(sinks or ())[:3], *(latents or ()), *(state or ()))
+    every = (*(latents or ())[:2], *qkv, *(sinks or ())[:3], *(latents or ())[2:], *(state or ()))
 
     def refusal() -> str | None:
         L = 1 if latents is None else latents.k.shape[-1]
         return window_unavailable(q, window, q.shape[-1], v.shape[-1], L)
 
     named = f"{op} with kept tokens"
-    chosen = choose(named, backend, KEPT, q.device, refusal, inputs=every)
+    form = True, None, True
+    chosen = choose(named, backend, KEPT, q.device, refusal, inputs=every, form=form)
     if chosen != "reference":
         check_tangents(op, *every)
     if B * T == 0:

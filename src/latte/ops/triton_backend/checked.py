@@ -50,6 +50,9 @@ FORMS = {
     "macchiato-bidirectional": Form("macchiato_attention", causal=False),
     "converted": Form("macchiato_attention", divided=True),
     "delayed-forgetting": Form("macchiato_attention", decays=True, divided=True),
+    # With decay or without it: the kernels are the same.
+    "kept": Form("macchiato_attention with kept tokens", divided=True),
+    "kept-window": Form("sliding_window_attention with kept tokens", divided=True),
     "window": Form("sliding_window_attention"),
     "window-sinks": Form("sliding_window_attention", divided=True),
     "window-bidirectional": Form("sliding_window_attention", causal=False),
@@ -63,7 +66,9 @@ WITHOUT_PRODUCTS = ("rg_lru", "conv")
 WIDTHS: dict[str, dict[str, int]] = {
     "latte_attention": {"L": 0, "D": 2},
     "macchiato_attention": {"L": 1, "K": 2, "D": 4},
+    "macchiato_attention with kept tokens": {"L": 1, "K": 2, "D": 4},
     "sliding_window_attention": {"K": 0, "D": 2},
+    "sliding_window_attention with kept tokens": {"K": 0, "D": 2},
 }
 
 
