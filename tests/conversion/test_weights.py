@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from latte import LatteCache, conversion
 from latte.cli import main
 from latte.errors import LatteError
+from latte.lab.data.tokenizers import byte_tokenizer
 from latte.lab.evaluate.checkpoint import load_checkpoint
 from latte.layers.quantised import Quantised, QuantisedLinear
 from latte.models import load_state, save_state
@@ -173,7 +174,7 @@ def test_any_base_in_4_and_8_bits(family, weights, tmp_path):
     assert kinds == {weights}
 
 
-def test_an_own_model_in_8_bits(tmp_path):
+def test_an_own_model_in_8_bits(tmp_path, capsys):
     from latte.models import LatteForCausalLM, preset_config
     from tests.models.modeldb import VOCABULARY
 
@@ -191,6 +192,11 @@ def test_an_own_model_in_8_bits(tmp_path):
     assert torch.equal(logits(again, ids), logits(loaded, ids))
     out = again.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert out.shape == (1, 20)
+    byte_tokenizer().save_pretrained(tmp_path / "own")
+    assert main(["convert", str(tmp_path / "own"), str(tmp_path / "new"), "--weights", "int8"]) == 0
+    assert "latte, 0.11M parameters, with int8 weights" in capsys.readouterr().out
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    assert torch.equal(logits(made, ids), logits(loaded, ids))
 
 
 @pytest.mark.parametrize(

@@ -426,12 +426,14 @@ def _check_defaults(defaults: Any, where: str) -> None:
 
 
 def summary(model: Any) -> str:
-    """A converted model in a line: its type, its converted layers, its parameters in millions."""
+    """A model in a line: its type, its converted layers, its parameters in millions."""
     from latte.conversion.modeling import NEW_WEIGHTS
 
     new = sum(p.numel() for name, p in model.named_parameters() if NEW_WEIGHTS in name)
     base = number_of_weights(model) - new
     config = model.config
+    if not hasattr(config, "converted_layers"):
+        return f"{config.model_type}, {(base + new) / 1e6:.2f}M parameters"
     return (
         f"{config.model_type}, {len(config.converted_layers)} of {config.num_hidden_layers} layers"
         f" converted, {base / 1e6:.2f}M parameters of the base and {new / 1e6:.2f}M new ones"

@@ -247,7 +247,9 @@ class Matrix(NamedTuple):
         """Whether PyTorch's kernels multiply these integers with few rows like x."""
         if self.block == PANEL or not (x.is_cpu and self.weight.is_cpu):
             return False
-        return self.kind == "int8" or self.block > 0
+        if self.kind == "int8":  # PyTorch's reads beyond the ends of matrices of other sizes
+            return not any(size % PANEL for size in self.shape)
+        return self.block > 0
 
     def product(self, x_MK: Tensor) -> Tensor:
         """``x W^T``, (M, N)."""

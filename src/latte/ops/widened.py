@@ -21,9 +21,14 @@ LEAST_ROWS = 32  # with fewer, widening the weights takes longer than the emulat
 HALF = (torch.bfloat16, torch.float16)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def emulates(dtype: torch.dtype) -> bool:
     """Whether PyTorch emulates matrix products of this dtype on this CPU."""
+    return _emulates(dtype)
+
+
+@functools.cache
+def _emulates(dtype: torch.dtype) -> bool:
     if dtype not in HALF or not torch.backends.mkldnn.is_available():
         return False
     asked: Any = torch.ops.mkldnn
