@@ -196,7 +196,7 @@ def test_an_own_model_in_8_bits(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "own"), str(tmp_path / "new"), "--weights", "int8"]) == 0
     assert "latte, 0.11M parameters, with int8 weights" in capsys.readouterr().out
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
-    assert torch.equal(logits(made, ids), logits(loaded, ids))
+    assert (logits(made, ids) - expected).norm() < 0.06 * expected.norm()  # in bf16
 
 
 @pytest.mark.parametrize(
