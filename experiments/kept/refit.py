@@ -34,8 +34,10 @@ from latte.lab.command_line import OneLineParser, exit_code
 from latte.lab.train.layers import RotaryTable
 from latte.models.tensor_file import read_tensors
 
-LENGTH = 2048
-KEY_LAYERS, KEPT, KEPT_THERE = (17, 18, 23), 64, 256  # of SmolLM2
+LENGTH = 2048  # tokens of a row
+ROWS, ASKED, FIT_STEPS = 14, (18, 8), 90
+# Of SmolLM2: the layers in which facts are kept, and the numbers of tokens elsewhere and there.
+KEY_LAYERS, KEPT, KEPT_THERE = (*range(5, 9), 14, 15, *range(17, 25), 26), 16, 152
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,10 +64,10 @@ def refit(options: argparse.Namespace) -> int:
     ]
     text = torch.cat([ids[: len(ids) // 2] for ids in texts[:40]])
     model, lacking = with_latents(options)
-    rows = [text[i * LENGTH : (i + 1) * LENGTH] for i in range(14)]
+    rows = [text[i * LENGTH : (i + 1) * LENGTH] for i in range(ROWS)]
     fit_layers(model, lacking, rows, output.with_suffix(".rows"))
-    asked = kept_rows(tokenizer, text, 18, LENGTH, seed=11)
-    asked += kept_rows(tokenizer, text, 8, 2 * LENGTH, seed=12)
+    asked = kept_rows(tokenizer, text, ASKED[0], LENGTH, seed=11)
+    asked += kept_rows(tokenizer, text, ASKED[1], 2 * LENGTH, seed=12)
     folder = output.with_suffix(".scores")
     set_kept_scores(model, fit_kept_scores(model, asked, folder, block=options.block))
     train(model, tokenizer, text, options.steps)
@@ -105,7 +107,7 @@ def fit_layers(model: Any, lacking: list[int], rows: list[Tensor], folder: Path)
     files = record(model, rows, folder)
     for i in lacking:
         fit = LayerFit(layers[i], RotaryTable(model.model, layers[i].layer_kind), files, 2)
-        best, scores = fit.fit(FitOptions(steps=90))
+        best, scores = fit.fit(FitOptions(steps=FIT_STEPS))
         layers[i].latents.load_state_dict(best)
         print(f"layer {i}: output error {scores[0].output:.4f} -> {scores[-1].output:.4f}")
 
