@@ -23,6 +23,7 @@ from tests.conversion.gguf_files import small_base, write_gguf  # noqa: E402
 
 OVERRIDES = [
     *("conversion.num_latents=8", "conversion.window=8", "data.block_length=64"),
+    *("conversion.keep_layers=[]", "conversion.kept_window=null"),
     *("conversion.kept_tokens=2", "conversion.kept_block=4", "layers.kept_rows=2"),
     *("layers.rows=2", "layers.held_out_rows=1", "layers.steps=2", "layers.processes=1"),
     *("training.max_tokens=128", "training.eval_steps=2", "data.max_validation_tokens=500"),

@@ -334,6 +334,7 @@ def test_recipes_load():
         "small.yaml": ["transfer", "next-token"],
         "smollm2.yaml": ["layers", "next-token"],
         "smollm2-gpu.yaml": ["layers", "next-token"],
+        "smollm2-kept-tokens.yaml": ["layers", "next-token"],
     }
     runs = {"base.yaml", "smollm2-kept.yaml"}  # of `latte train`
     assert set(expected) == {path.name for path in RECIPES.glob("*.yaml")} - runs
