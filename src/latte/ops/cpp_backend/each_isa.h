@@ -3,8 +3,9 @@
 // first call of such a function decides, once, which set runs.
 //
 // A file that defines LATTE_FOR_PAIRS is compiled once more, for AVX512-BF16, with LATTE_PAIRS = 1:
-// products of pairs of bf16. Other files would gain nothing by that set, and run AVX-512. In the same
-// way a file that defines LATTE_FOR_BYTES has LATTE_BYTES = 1 for AVX512-VNNI: products of bytes.
+// products of pairs of bf16. Other files would gain nothing by that set, and run AVX-512. In the
+// same way a file that defines LATTE_FOR_BYTES has LATTE_BYTES = 1 for AVX512-VNNI: products of
+// bytes.
 //
 // LATTE_CHOOSE(f) is the function f of the best namespace that this processor runs.
 // ATEN_CPU_CAPABILITY=default|avx2|avx512 limits the choice to that set and lesser ones, as it does

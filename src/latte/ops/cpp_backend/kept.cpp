@@ -12,10 +12,9 @@ namespace latte {
 static KeptAttention inputs(Stack& stack) {
     KeptAttention op;
     op.q = stack.tensor(), op.k = stack.tensor(), op.v = stack.tensor();
-    for (Tensor* x :
-         {&op.latent_q, &op.latent_k, &op.log_mass, &op.mean, &op.old_k, &op.old_v,
-          &op.old_latent_k, &op.sink_q, &op.sink_k, &op.sink_v, &op.log_decay, &op.old_log_decay,
-          &op.sinks_seen, &op.source})
+    for (Tensor* x : {&op.latent_q, &op.latent_k, &op.log_mass, &op.mean, &op.old_k, &op.old_v,
+                      &op.old_latent_k, &op.sink_q, &op.sink_k, &op.sink_v, &op.log_decay,
+                      &op.old_log_decay, &op.sinks_seen, &op.source})
         *x = stack.maybe_tensor();
     op.kept = stack.tensor(), op.kept_there = stack.tensor();
     op.late = stack.tensor(), op.late_there = stack.tensor(), op.begun = stack.tensor();
@@ -136,8 +135,8 @@ static void check_gradients(const Expect& expect, const KeptAttention& op) {
 }
 
 // (dy and the state's gradients, the tensors, saved x 3, numbers) -> gradients of q, k, v,
-// latent_q, latent_k, log_mass, mean, old_k, old_v, old_latent_k, the sinks' queries, keys and values,
-// log_decay and old_log_decay, empty for None
+// latent_q, latent_k, log_mass, mean, old_k, old_v, old_latent_k, the sinks' queries, keys and
+// values, log_decay and old_log_decay, empty for None
 static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Tensor dout = stack.tensor(), dlast_mass = stack.tensor(), dlast_mean = stack.tensor();
@@ -178,8 +177,8 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     LATTE_CHOOSE(run_backward)(op);
     for (Tensor* x : {&op.dk, &op.dv, &op.dold_k, &op.dold_v, &op.dsink_k, &op.dsink_v}) {
         if (x->dims < 4 || (op.sets == op.groups() && sums == op.v.dtype)) continue;
-        Tensor whole = Tensor::empty({x->sizes[0], x->sizes[1], op.groups(), x->sizes[3]},
-                                     op.v.dtype);
+        Tensor whole =
+            Tensor::empty({x->sizes[0], x->sizes[1], op.groups(), x->sizes[3]}, op.v.dtype);
         LATTE_CHOOSE(add_heads)(*x, whole);
         *x = static_cast<Tensor&&>(whole);
     }

@@ -36,23 +36,23 @@ constexpr int64_t SEGMENT = 256;  // tokens between two states that are saved, i
 constexpr int64_t QUERIES = 48;   // rows that are processed at once
 
 struct KeptAttention {
-    Tensor q, k, v;                          // (B,T,H,K), (B,T,G,K), (B,T,G,D)
-    Tensor latent_q, latent_k;               // (B,T,H,L+1), (B,T,H,L)
-    Tensor log_mass, mean;                   // (N,H,L), (N,H,L,D)
-    Tensor old_k, old_v, old_latent_k;       // (B,M,G,K), (B,M,G,D), (B,M,H,L)
-    Tensor sink_q, sink_k, sink_v;           // (B,T,H,K), (N,n,G,K), (N,n,G,D)
-    Tensor log_decay, old_log_decay;         // (B,T,H,L), (B,M,H,L), of the sums' dtype
-    Tensor sinks_seen;                       // (B,Z,n)
-    Tensor source;                           // (B,S): of the M old slots and T tokens, -1 for none
-    Tensor kept, kept_there;                 // (B,G,Z,J): places, rows of a table (B,S,G)
-    Tensor late, late_there;                 // (B,G,Z,C)
-    Tensor begun;                            // (B,G,Z)
-    Tensor age, owner, ends;                 // (Z,), (Z,), (N,): of packed sequences
-    int64_t window, block, front;            // front: slots before the first block
-    double scale, softcap;                   // 0: none
-    int64_t sets = 0;                        // of heads, one of which is a task: G, or H
-    Tensor out, last_mass, last_mean;        // (B,T,H,D), and as log_mass and mean
-    Tensor saved_top, saved_mass, saved_sum; // (B,X,H,L) fp64, (B,X,H,L), (B,X,H,L,D)
+    Tensor q, k, v;                           // (B,T,H,K), (B,T,G,K), (B,T,G,D)
+    Tensor latent_q, latent_k;                // (B,T,H,L+1), (B,T,H,L)
+    Tensor log_mass, mean;                    // (N,H,L), (N,H,L,D)
+    Tensor old_k, old_v, old_latent_k;        // (B,M,G,K), (B,M,G,D), (B,M,H,L)
+    Tensor sink_q, sink_k, sink_v;            // (B,T,H,K), (N,n,G,K), (N,n,G,D)
+    Tensor log_decay, old_log_decay;          // (B,T,H,L), (B,M,H,L), of the sums' dtype
+    Tensor sinks_seen;                        // (B,Z,n)
+    Tensor source;                            // (B,S): of the M old slots and T tokens, -1 for none
+    Tensor kept, kept_there;                  // (B,G,Z,J): places, rows of a table (B,S,G)
+    Tensor late, late_there;                  // (B,G,Z,C)
+    Tensor begun;                             // (B,G,Z)
+    Tensor age, owner, ends;                  // (Z,), (Z,), (N,): of packed sequences
+    int64_t window, block, front;             // front: slots before the first block
+    double scale, softcap;                    // 0: none
+    int64_t sets = 0;                         // of heads, one of which is a task: G, or H
+    Tensor out, last_mass, last_mean;         // (B,T,H,D), and as log_mass and mean
+    Tensor saved_top, saved_mass, saved_sum;  // (B,X,H,L) fp64, (B,X,H,L), (B,X,H,L,D)
     Tensor dout, dlast_mass, dlast_mean;
     Tensor dq, dk, dv, dlatent_q, dlatent_k, dlog_mass, dmean, dold_k, dold_v, dold_latent_k;
     Tensor dsink_q, dsink_k, dsink_v, dlog_decay, dold_log_decay;

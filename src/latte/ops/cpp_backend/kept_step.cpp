@@ -274,8 +274,7 @@ static void put(const KeptStep& step, int64_t b, int64_t g, T* x) {
     row<S>(step.v, b, g, x), write(D, KeptStep::row_of<S>(step.values, b, g, slot));
     if (place < n) write(D, KeptStep::row_of<S>(step.sink_values, b, g, place));
     const int64_t at = (b * step.groups() + g) * step.slots() + slot;
-    const T score =
-        number_at<T>(step.score, b * step.score.strides[0] + g * step.score.strides[1]);
+    const T score = number_at<T>(step.score, b * step.score.strides[0] + g * step.score.strides[1]);
     step.scores.at<T>()[at] = score == score ? score : -std::numeric_limits<T>::infinity();
     step.positions.at<int64_t>()[at] = place;
     if (!step.latents()) return;
@@ -374,8 +373,8 @@ static void add_rows_of(const Head<T>* each, const S* rows, int64_t size, int64_
                 if (!wanted[j]) continue;
 #pragma GCC unroll 4
                 for (int n = 0; n < N; ++n) {
-                    const V<T> value = N > 1 ? load_all(at + n * width<T>)
-                                             : load(at + n * width<T>, 1, size - c);
+                    const V<T> value =
+                        N > 1 ? load_all(at + n * width<T>) : load(at + n * width<T>, 1, size - c);
 #pragma GCC unroll 4
                     for (int h = 0; h < heads; ++h)
                         sums[h][n] = sums[h][n] + value * each[h].logits[j];

@@ -24,11 +24,11 @@ struct KeptHead {
     Memory memory;
     // Of a block: keys and values by column, and as panels; and what they get.
     Factor<T>*keys, *key_panels, *values, *value_panels = nullptr, *sink_panels,
-        *sink_value_panels = nullptr;
+                                          *sink_value_panels = nullptr;
     T *key_rows, *value_rows, *dkeys = nullptr, *dvalues = nullptr;
     // Of the queries that are processed at once.
     T *queries, *sink_queries, *latent_rows, *logits, *pairs = nullptr, *slope = nullptr, *out,
-        *dy = nullptr, *inverse;
+                                                      *dy = nullptr, *inverse;
     Factor<T>*left = nullptr, *right = nullptr;  // what a product has been given, as factors
     // Of the latents: their state, how much of it an update left, what they read.
     T *mass, *sum, *mean, *remains, *e, *late_v;
@@ -37,18 +37,18 @@ struct KeptHead {
     T *masses = nullptr, *means = nullptr, *left_of = nullptr, *reverse = nullptr,
       *scalar = nullptr, *dmean = nullptr, *turned = nullptr, *dlate = nullptr;
     double *tops = nullptr, *dforgotten = nullptr;
-    std::vector<int64_t> sources;  // of the block's keys, by column from `base` on
-    std::vector<int64_t> hidden;   // columns that no query sees
-    std::vector<int64_t> read;     // slots that the latents read at the block's update
-    std::vector<int64_t> stops;    // where the columns end that each row at once sees
+    std::vector<int64_t> sources;               // of the block's keys, by column from `base` on
+    std::vector<int64_t> hidden;                // columns that no query sees
+    std::vector<int64_t> read;                  // slots that the latents read at the block's update
+    std::vector<int64_t> stops;                 // where the columns end that each row at once sees
     int64_t b = 0, g = 0, set = 0, h0 = 0;      // row, group, set of heads, its first head
     int64_t z = 0, begin = 0, rows_in_all = 0;  // block, its first slot, slots up to the last query
     Columns visible{};                          // to the block's first query
 
     KeptHead(const KeptAttention& given, bool backward)
-        : op(given), K(op.q.sizes[3]), D(op.v.sizes[3]), L(op.latents()),
-          R(op.heads() / op.sets), n(op.sinks()), C(op.block), J(op.places()), Z(op.blocks()),
-          Kp(whole<T>(K)), Dp(whole<T>(D)), RL(R * L), RLp(whole<T>(RL)), Lq(whole<T>(L + 1) + W),
+        : op(given), K(op.q.sizes[3]), D(op.v.sizes[3]), L(op.latents()), R(op.heads() / op.sets),
+          n(op.sinks()), C(op.block), J(op.places()), Z(op.blocks()), Kp(whole<T>(K)),
+          Dp(whole<T>(D)), RL(R * L), RLp(whole<T>(RL)), Lq(whole<T>(L + 1) + W),
           base(whole<T>(L + n)), first(base - n), ld(base + whole<T>(longest()) + W),
           together(least(C, most(1, QUERIES / R))), back(backward), far(op.far()),
           forgets(bool(op.log_decay)), query_scale(PAIR == 1 ? T(op.scale) : T(1)),
@@ -358,8 +358,7 @@ struct KeptHead {
         const Tensor& x = op.old_log_decay;
         for (int64_t r = 0; r < R; ++r)
             for (int64_t l = 0; l < L; ++l)
-                to[r * L + l] += double(
-                    x.at<T>()[place(x, b, source, h0 + r) + l * x.strides[3]]);
+                to[r * L + l] += double(x.at<T>()[place(x, b, source, h0 + r) + l * x.strides[3]]);
     }
     int64_t leaving(int64_t slot) const { return least(slot + op.window, op.slots() - 1); }
 
@@ -513,8 +512,8 @@ struct KeptHead {
         if (query_at(query) < 0) return clear(y + from, end + PAIR - from);
         V<T> sums{};
         for (int64_t c = from; c < span.stop; c += W)
-            sums = sums + within(load_all(x + c) * load_all(y + c), V<T>{}, c, span.first,
-                                 span.stop);
+            sums =
+                sums + within(load_all(x + c) * load_all(y + c), V<T>{}, c, span.first, span.stop);
         const T share = inverse[i], total = share * added(sums);
         for (int64_t l = 0; far && l < L; l += W) {
             const int64_t c = first - L + l;
@@ -710,8 +709,8 @@ struct KeptHead {
         for (int64_t block = Z - 1; block >= 0; --block)
             for (int64_t slot = slot_at(block) + C - 1; slot >= slot_at(block); --slot) {
                 double* own = dforgotten + slot * RL;
-                const bool last = slot == op.slots() - 1 ||
-                                  (slot == slot_at(block) + C - 1 && begins(block + 1));
+                const bool last =
+                    slot == op.slots() - 1 || (slot == slot_at(block) + C - 1 && begins(block + 1));
                 for (int64_t l = 0; !last && l < RL; ++l) own[l] += own[RL + l];
                 const int64_t token = token_of(source_at(slot));
                 if (token < 0) continue;

@@ -5,9 +5,9 @@
 //     int8: W = q scale, for each row of W
 //
 // Rows of x are rounded to integers of 15 bits, with a scale for each 32 numbers. Each integer is
-// 128 a + b with a and b of 8 bits. So all products are those of bytes, and for few rows the time is
-// that of reading the weights from memory. 8 bits alone would be seen in a model's perplexity. The
-// result of a row of x does not depend on the other rows, nor on how many there are.
+// 128 a + b with a and b of 8 bits. So all products are those of bytes, and for few rows the time
+// is that of reading the weights from memory. 8 bits alone would be seen in a model's perplexity.
+// The result of a row of x does not depend on the other rows, nor on how many there are.
 //
 // The integers are in panels of 16 outputs, in the same order for every processor. A panel has, for
 // each 32 inputs, 16 times 4 neighbouring inputs next to each other: of one output after the other.
@@ -158,12 +158,9 @@ struct Rounded {
     std::unique_ptr<float[]> scales, sums;
 
     Rounded(int64_t count, int64_t inputs)
-        : rows(count),
-          size(inputs),
-          groups(inputs / GROUP),
+        : rows(count), size(inputs), groups(inputs / GROUP),
           integers(new int8_t[size_t(2 * count * inputs)]),
-          scales(new float[size_t(count * groups)]),
-          sums(new float[size_t(count * groups)]) {}
+          scales(new float[size_t(count * groups)]), sums(new float[size_t(count * groups)]) {}
 
     const int8_t* at(int64_t row, int64_t group) const {
         return integers.get() + 2 * (row * size + group * GROUP);
@@ -221,7 +218,9 @@ static void round_rows(const Tensor& x, Rounded& to) {
                 for (int64_t c = 0; c < GROUP; c += width<float>) {
                     const S* at = from + (g * GROUP + c) * stride;
                     if constexpr (sizeof(S) < 8) store_all(group + c, load(at, stride, GROUP - c));
-                    else for (int64_t j = 0; j < width<float>; ++j) group[c + j] = float(at[j * stride]);
+                    else
+                        for (int64_t j = 0; j < width<float>; ++j)
+                            group[c + j] = float(at[j * stride]);
                 }
                 to.put(row, g, group);
             }
@@ -330,7 +329,8 @@ static void eight_panel(const uint8_t* weights, const Rounded& x, int64_t first,
                 b = _mm512_dpbusd_epi32(b, own[c], four_inputs(at + GROUP + 4 * c));
             }
             const __m512 product = in_one(a, b);
-            sums[r] = _mm512_fmadd_ps(product, _mm512_set1_ps(row_scales[r * x.groups + g]), sums[r]);
+            sums[r] =
+                _mm512_fmadd_ps(product, _mm512_set1_ps(row_scales[r * x.groups + g]), sums[r]);
         }
     }
     for (int r = 0; r < count; ++r) _mm512_storeu_ps(to[r].at, sums[r]);
@@ -361,8 +361,7 @@ LATTE_INLINE void group_of_four(const uint8_t* weights, const int8_t* x, int32_t
         __m256i a = _mm256_setzero_si256(), b = _mm256_setzero_si256();
 #pragma GCC unroll 4
         for (int c = 0; c < 4; ++c) {
-            const __m256i both =
-                _mm256_loadu_si256((const __m256i*)(weights + 64 * c + 32 * half));
+            const __m256i both = _mm256_loadu_si256((const __m256i*)(weights + 64 * c + 32 * half));
             const __m256i low = _mm256_and_si256(both, low_bits);
             const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_bits);
             const int8_t* at = x + 8 * c;
@@ -380,9 +379,9 @@ LATTE_INLINE void group_of_eight(const uint8_t* weights, const int8_t* x, int32_
         __m256i sums[2] = {};
 #pragma GCC unroll 8
         for (int c = 0; c < 8; ++c) {
-            const __m256i q = _mm256_xor_si256(
-                _mm256_loadu_si256((const __m256i*)(weights + 64 * c + 32 * half)),
-                _mm256_set1_epi8(-128));
+            const __m256i q =
+                _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(weights + 64 * c + 32 * half)),
+                                 _mm256_set1_epi8(-128));
             // |q| and x with the sign of q: the first factors have none.
 #pragma GCC unroll 2
             for (int part = 0; part < 2; ++part) {
@@ -411,7 +410,8 @@ LATTE_INLINE void group_of_eight(const uint8_t* weights, const int8_t* x, int32_
     for (int64_t n = 0; n < PANEL; ++n) to[n] = -128 * total;
     for (int64_t c = 0; c < 8; ++c)
         for (int64_t n = 0; n < PANEL; ++n)
-            for (int64_t j = 0; j < 4; ++j) to[n] += weights[64 * c + 4 * n + j] * whole_at(x + 4 * c + j);
+            for (int64_t j = 0; j < 4; ++j)
+                to[n] += weights[64 * c + 4 * n + j] * whole_at(x + 4 * c + j);
 }
 #endif
 
@@ -549,7 +549,8 @@ static void run_network(Products& op) {
             norm_row(from.data(), op.norm.at<S>(), 1, T(op.eps), T(op.offset), K, normed.data());
             for (int64_t g = 0; g < x.groups; ++g) {
                 float group[GROUP];
-                for (int64_t j = 0; j < GROUP; ++j) group[j] = float(widen(normed[size_t(g * GROUP + j)]));
+                for (int64_t j = 0; j < GROUP; ++j)
+                    group[j] = float(widen(normed[size_t(g * GROUP + j)]));
                 x.put(r, g, group);
             }
         }
