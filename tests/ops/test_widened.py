@@ -103,5 +103,5 @@ def test_what_the_cpu_emulates(available, supported, monkeypatch):
         monkeypatch.setattr(
             torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", lambda told=told: told
         )
-        assert widened.emulates.__wrapped__(dtype) == (available and not told)
-    assert not widened.emulates.__wrapped__(torch.float32)
+        assert widened._emulates.__wrapped__(dtype) == (available and not told)
+    assert not widened._emulates.__wrapped__(torch.float32)
