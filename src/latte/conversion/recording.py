@@ -101,8 +101,8 @@ class FitRow(NamedTuple):
         log_mass: Logsumexp of the window's logits, (T, H).
         mass: Share of the base's attention within the window, at the sampled places, (S, H).
         places: Positions of the sampled tokens, (S,).
-        local: With kept tokens: rotated queries (T, H, K), also for the sinks, and keys (T, G, K),
-            and the scores (T, G). ``log_mass`` is then (S, H), that of the base's logits.
+        local: With kept tokens: rotated queries (T, H, K) and keys (T, G, K), and the queries for
+            the sinks. ``log_mass`` is then (S, H), that of the base's logits.
     """
 
     x: Tensor
@@ -112,7 +112,7 @@ class FitRow(NamedTuple):
     log_mass: Tensor
     mass: Tensor
     places: Tensor
-    local: tuple[Tensor, Tensor, Tensor | None, Tensor] | None = None
+    local: tuple[Tensor, Tensor, Tensor | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class LayerFit:
 
         near, _ = layer.window_branch(local, context)
         sink_q = None if local.sink_q is None else half(local.sink_q)
-        kept = local.scores is not None
+        kept = layer.kept_tokens > 0
         return FitRow(
             x=half(x),
             v=half(local.v),
@@ -199,9 +199,7 @@ class LayerFit:
             log_mass=log_mass[0] if kept else layer.window_mass(local, context)[0],
             mass=mass[0],
             places=places,
-            local=None
-            if local.scores is None
-            else (half(local.q), half(local.k), sink_q, local.scores[0]),
+            local=(half(local.q), half(local.k), sink_q) if kept else None,
         )
 
     def errors(self, row: FitRow) -> tuple[Tensor, Tensor]:
@@ -209,10 +207,10 @@ class LayerFit:
         layer = self.layer
         x, v, near, target = (each[None].float() for each in row[:4])
         context = Context()
-        projected = layer.with_logits(x, Projected(v), context)
+        local = row.local or (None, None, None)
+        q, k, sink_q = (y if y is None else y[None].float() for y in local)
+        projected = layer.with_logits(x, Projected(v, q=q, k=k, sink_q=sink_q), context)
         if row.local is not None:
-            q, k, sink_q, scores = (y if y is None else y[None].float() for y in row.local)
-            projected = projected._replace(q=q, k=k, sink_q=sink_q, scores=scores)
             out = layer.o_proj(layer.combine(projected, context)[0].flatten(-2))
             latent_q = with_mass(projected.latent_q[:, row.places], row.log_mass[None])
             real = context.real(x)

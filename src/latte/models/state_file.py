@@ -150,9 +150,7 @@ def read_state(
             part, _, field = name.removeprefix(prefix).partition(".")
             x = tensors[name]
             # Copied even if nothing is converted, so that the file does not stay open.
-            of_activations = {part, f"{part}.{field}"} & {*OF_ACTIVATIONS}
-            kind = _dtype_of(bool(of_activations), x, dtype, decoder.dtype)
-            x = x.to(device, kind, copy=True)
+            x = x.to(device, _dtype_of(part, field, x, dtype, decoder.dtype), copy=True)
             if field:
                 parts.setdefault(part, {})[field] = x
             else:
@@ -185,8 +183,7 @@ def _check(path: Path, tensors: Mapping[str, Tensor], tokens: int, decoder: Any)
             shape[1:2] = tensors[f"layers.{index}.window.mask"].shape[1:2]
         dtypes: tuple[torch.dtype, ...] = (one.dtype,)
         if one.is_floating_point():  # autocast has activations of other dtypes than the model's
-            of_activations = {part, ".".join([part, *field])} & {*OF_ACTIVATIONS}
-            dtypes = FLOATS if of_activations else (torch.float32, torch.float64)
+            dtypes = FLOATS if _is_activation(part, *field) else (torch.float32, torch.float64)
         if list(x.shape) != shape or x.dtype not in dtypes:
             expected, got = f"{tuple(shape)} of {one.dtype}", f"{tuple(x.shape)} of {x.dtype}"
             raise damaged(path, KIND, f"{name}: expected {expected}, got {got}")
@@ -216,13 +213,18 @@ def _tensors(cache: LatteCache) -> Iterator[tuple[str, Tensor]]:
                 yield from ((name, x) for name, x in named if x is not None)
 
 
+def _is_activation(part: str, field: str = "") -> bool:
+    """Whether a part of the state, or a field of a part, is in the model's dtype."""
+    return part in OF_ACTIVATIONS or f"{part}.{field}" in OF_ACTIVATIONS
+
+
 def _dtype_of(
-    of_activations: bool, x: Tensor, before: torch.dtype, now: torch.dtype
+    part: str, field: str, x: Tensor, before: torch.dtype, now: torch.dtype
 ) -> torch.dtype:
     """The dtype of a part of the state, for a model in dtype ``now``, saved in dtype ``before``."""
     if before == now or not x.is_floating_point():
         return x.dtype
-    return now if of_activations else torch.promote_types(now, torch.float32)
+    return now if _is_activation(part, field) else torch.promote_types(now, torch.float32)
 
 
 def bits_of(config: dict[str, Any]) -> str:
