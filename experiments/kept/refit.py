@@ -5,10 +5,11 @@
 1. The file's latents and low-rank updates are set. Layers that had kept their attention are
    converted too: their latents begin as landmarks and are fitted alone.
 2. Scores of tokens are fitted in the model with the base's attention.
-3. All latents are trained together by KL from that attention, on text and on rows in which facts
-   are asked about.
+3. All latents and updates are trained together by KL from the base, on text and on rows in which
+   facts are asked about, with weights in fp32 and products in bf16.
 
-Then `latte.conversion.save_latents` writes a new file. Everything is in fp32 on one thread.
+A file that has kept tokens in every layer has the first two behind it. Then
+`latte.conversion.save_latents` writes a new file.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ from latte.conversion import save_latents
 from latte.conversion.kept_rows import kept_rows
 from latte.conversion.kept_scores import fit_kept_scores, set_kept_scores
 from latte.conversion.landmarks import set_landmarks
+from latte.conversion.modeling import NEW_WEIGHTS
 from latte.conversion.pretrained import converted_config, load_base, load_tokenizer, save
 from latte.conversion.recording import FitOptions, LayerFit, record
 from latte.lab.command_line import OneLineParser, exit_code
+from latte.lab.train.conversion_trainer import add_lora, merged_lora, mixing
 from latte.lab.train.layers import RotaryTable
+from latte.lab.train.recipe import ConversionSection
 from latte.models.tensor_file import read_tensors
 
 LENGTH = 2048  # tokens of a row
+TEXT_TOKENS, CORPUS_TOKENS = 60_000, 400_000  # at most, of a text and of all of a corpus
+RANK, TARGETS = 16, ["q_proj", "k_proj", "v_proj", "o_proj"]  # of low-rank updates
+PLACES = 1024  # of a row, at most, whose next tokens are compared
 ROWS, ASKED, FIT_STEPS = 14, (18, 8), 90
 # Of SmolLM2: the layers in which facts are kept, and the numbers of tokens elsewhere and there.
 KEY_LAYERS, KEPT, KEPT_THERE = (*range(5, 9), 14, 15, *range(17, 25), 26), 16, 152
@@ -49,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILES")
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--block", type=int, default=32, help="tokens between two choices")
-    parser.add_argument("--steps", type=int, default=60, help="of the last stage")
+    parser.add_argument("--steps", type=int, default=240, help="of the last stage")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the last stage")
     options = parser.parse_args(arguments)
     return exit_code("refit", lambda: refit(options), "run it again")
 
@@ -57,47 +65,67 @@ def main(arguments: list[str] | None = None) -> int:
 def refit(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     tokenizer, output = load_tokenizer(options.base), Path(options.output)
-    texts = [
-        torch.from_numpy(ids).long()
-        for named in options.text
-        for _, ids in corpus(named).texts(tokenizer, tokenizer.bos_token_id, 30_000)
-    ]
-    text = torch.cat([ids[: len(ids) // 2] for ids in texts[:40]])
-    model, lacking = with_latents(options)
+    text = torch.cat([beginning(named, tokenizer) for named in options.text])
+    about, tensors = read_tensors(Path(options.latents), "latents", "save_latents")
+    fields: dict[str, Any] = json.loads(about["fields"])
+    model, section = with_latents(options, fields, tensors)
+    lacking = fields["keep_layers"]
     rows = [text[i * LENGTH : (i + 1) * LENGTH] for i in range(ROWS)]
     fit_layers(model, lacking, rows, output.with_suffix(".rows"))
-    asked = kept_rows(tokenizer, text, ASKED[0], LENGTH, seed=11)
-    asked += kept_rows(tokenizer, text, ASKED[1], 2 * LENGTH, seed=12)
-    folder = output.with_suffix(".scores")
-    set_kept_scores(model, fit_kept_scores(model, asked, folder, block=options.block))
-    train(model, tokenizer, text, options.steps)
-    save(model, tokenizer, output)
-    save_latents(model, f"{output}.safetensors", base=options.base)
+    if not fields.get("kept_tokens"):
+        asked = kept_rows(tokenizer, text, ASKED[0], LENGTH, seed=11)
+        asked += kept_rows(tokenizer, text, ASKED[1], 2 * LENGTH, seed=12)
+        folder = output.with_suffix(".scores")
+        set_kept_scores(model, fit_kept_scores(model, asked, folder, block=options.block))
+    train(model, tokenizer, text, options)
+    merged = load_base(options.base, model.config, dtype=torch.float32)
+    merged.load_state_dict(merged_lora(model.state_dict(), section))
+    save(merged, tokenizer, output)
+    save_latents(merged, f"{output}.safetensors", base=options.base, rank=section.lora_rank)
     return 0
 
 
-def with_latents(options: argparse.Namespace) -> tuple[Any, list[int]]:
-    """The model with what the file has, and the layers whose latents the file does not have."""
-    about, tensors = read_tensors(Path(options.latents), "latents", "save_latents")
-    fields: dict[str, Any] = json.loads(about["fields"])
+def beginning(named: str, tokenizer: Any) -> Tensor:
+    """The first token ids of a corpus, CORPUS_TOKENS or all."""
+    found: list[Tensor] = []
+    for _, ids in corpus(named).texts(tokenizer, tokenizer.bos_token_id, TEXT_TOKENS):
+        found.append(torch.from_numpy(ids).long())
+        if sum(map(len, found)) >= CORPUS_TOKENS:
+            break
+    return torch.cat(found)
+
+
+def with_latents(
+    options: argparse.Namespace, fields: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[Any, ConversionSection]:
+    """The model, every layer converted, with what the file has, and how its updates were made."""
     layers = load_base(options.base, converted_config(options.base, fields)).config
-    kept = [KEPT_THERE if i in KEY_LAYERS else KEPT for i in range(layers.num_hidden_layers)]
-    fields |= {"keep_layers": [], "kept_window": None, "local_window": options.window}
-    fields |= {"kept_tokens": kept, "kept_block": options.block}
-    config = converted_config(options.base, fields)
+    keeping = [KEPT_THERE if i in KEY_LAYERS else KEPT for i in range(layers.num_hidden_layers)]
+    wanted = {"keep_layers": [], "kept_window": None, "local_window": options.window}
+    wanted |= {"kept_tokens": keeping, "kept_block": options.block}
+    config = converted_config(options.base, fields | wanted)
     model = load_base(options.base, config, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(NEW_WEIGHTS in name and "kept_scores" not in name)
+    rank = next((x.shape[1] for name, x in tensors.items() if name.endswith(".up")), RANK)
+    section = ConversionSection(
+        trainable="lora", lora_rank=rank, lora_alpha=float(rank), lora_targets=TARGETS
+    )
+    add_lora(model, section, seed=0)
     with torch.no_grad():
-        for name, x in model.state_dict().items():
+        for name, x in model.named_parameters():
+            stem, _, update = name.partition(".lora_")
             if name in tensors:
                 x.copy_(tensors[name])
-            elif f"{name}.up" in tensors:
-                up, down = (tensors[f"{name}.{part}"].float() for part in ("up", "down"))
-                x.add_(up @ down)
-    return model, list(layers.keep_layers)
+            elif update and f"{stem}.weight.up" in tensors:
+                x.copy_(tensors[f"{stem}.weight.{'down' if update.startswith('A') else 'up'}"])
+    return model, section
 
 
 def fit_layers(model: Any, lacking: list[int], rows: list[Tensor], folder: Path) -> None:
     """Fit the latents of some layers alone, from landmarks on."""
+    if not lacking:
+        return
     layers = [layer.self_attn for layer in model.model.layers]
     before = {i: layer.latents.state_dict() for i, layer in enumerate(layers) if i not in lacking}
     before = {i: {k: x.clone() for k, x in state.items()} for i, state in before.items()}
@@ -112,41 +140,51 @@ def fit_layers(model: Any, lacking: list[int], rows: list[Tensor], folder: Path)
         print(f"layer {i}: output error {scores[0].output:.4f} -> {scores[-1].output:.4f}")
 
 
-def train(model: Any, tokenizer: Any, text: Tensor, steps: int) -> None:
-    """Train the latents by KL from the base's attention in the same weights."""
-    parameters = []
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".latents." in name and "kept_scores" not in name)
-        parameters += [parameter] * parameter.requires_grad
-    optimizer = torch.optim.AdamW(parameters, 1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    asked = kept_rows(tokenizer, text, steps, LENGTH, seed=5)
-    generator = torch.Generator().manual_seed(3)
-    layers = [layer.self_attn for layer in model.model.layers]
-    for step in range(steps):
-        start = int(torch.randint(len(text) - LENGTH, (1,), generator=generator))
-        begin = torch.tensor([tokenizer.bos_token_id])
-        row = torch.cat([begin, text[start : start + LENGTH - 1]])
-        first = 64 + torch.randperm(LENGTH - 64, generator=generator)[:640].sort().values
+def train(model: Any, tokenizer: Any, text: Tensor, options: argparse.Namespace) -> None:
+    """Train latents and low-rank updates together by KL from the base.
+
+    Rows are text and rows with questions in turns, of one length and of twice as much. A run that
+    was interrupted goes on from OUTPUT.step.
+    """
+    parameters = [x for x in model.parameters() if x.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.0)
+    asked = {
+        length: kept_rows(tokenizer, text, options.steps // 4 + 1, length, seed=5 + length)
+        for length in (LENGTH, 2 * LENGTH)
+    }
+    at, begin = Path(f"{options.output}.step"), 0
+    if at.is_file():
+        begin, trained, state = torch.load(at)
+        optimizer.load_state_dict(state)
+        for x, old in zip(parameters, trained, strict=True):
+            x.data.copy_(old)
+    for step in range(begin, options.steps):
+        generator = torch.Generator().manual_seed(step)
+        length = LENGTH * (1 + step // 2 % 2)
+        start = int(torch.randint(len(text) - length, (1,), generator=generator))
+        sink = torch.tensor([tokenizer.bos_token_id])
+        row, first = torch.cat([sink, text[start : start + length - 1]]), options.window
+        places = first + torch.randperm(length - first, generator=generator)[:PLACES].sort().values
         if step % 2:  # all of the answers, and some of what comes before
-            row, question = asked[step].ids, max(64, asked[step].asked - 1)
-            first = torch.cat([first[first < question], torch.arange(question, len(row))])
+            row, question = asked[length][step // 4]
+            question = max(first, question - 1)
+            places = torch.cat([places[places < question], torch.arange(question, len(row))])
         for group in optimizer.param_groups:
-            fall = 0.05 + 0.475 * (1 + math.cos(math.pi * step / steps))
-            group["lr"] = 1e-3 * min(1.0, (step + 1) / 8) * fall
-        given = {"use_cache": False, "logits_to_keep": first}
-        for layer in layers:
-            layer.mixing = "base"
-        with torch.no_grad():
-            target = model(row[None], **given).logits[0].log_softmax(-1)
-        for layer in layers:
-            layer.mixing = "learned"
-        found = model(row[None], **given).logits[0].log_softmax(-1)
+            fall = 0.05 + 0.475 * (1 + math.cos(math.pi * step / options.steps))
+            group["lr"] = options.learning_rate * min(1.0, (step + 1) / 8) * fall
+        given = {"input_ids": row[None], "use_cache": False, "logits_to_keep": places}
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad(), mixing(model, "base"):
+                target = model(**given).logits[0].float().log_softmax(-1)
+            found = model(**given).logits[0].float().log_softmax(-1)
         loss = (target.exp() * (target - found)).sum(-1).mean()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        print(f"step {step + 1}: KL {loss.item():.4f}", flush=True)
+        print(f"step {step + 1}: {length} tokens, KL {loss.item():.4f}", flush=True)
+        if (step + 1) % 20 == 0:
+            torch.save((step + 1, [x.data for x in parameters], optimizer.state_dict()), at)
 
 
 if __name__ == "__main__":
