@@ -19,9 +19,11 @@ from latte.conversion import step
 from latte.conversion.attention import MacchiatoAttention
 from latte.conversion.bases import BASES
 from latte.conversion.config import CONFIGS
+from latte.conversion.long_texts import Given, check_packed, in_parts, turning_places
 from latte.conversion.step import Table
 from latte.errors import LatteError
 from latte.layers import RMSNorm
+from latte.layers.kept_range import KeptRange
 from latte.layers.plan import StepPlan
 from latte.layers.step import run_layers
 from latte.models.cache import LatteCache
@@ -81,6 +83,11 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             if not config.kept_of(i)
         ]
         self._keys_to_ignore_on_load_unexpected = unused
+        kept = [layer for layer in range(config.num_hidden_layers) if config.kept_of(layer)]
+        self._kept_range: KeptRange | None = None
+        if kept and not self.frequencies_by_length:
+            positions, window = config.max_position_embeddings, config.local_window
+            self._kept_range = KeptRange.of(positions, window, config.kept_block)
         self.post_init()  # type: ignore[attr-defined]
 
     def forward(
@@ -120,19 +127,23 @@ class MacchiatoDecoder(MacchiatoPreTrained):
                 "output_attentions: a converted model returns no weights; expected False. Latte's"
                 " own models do, and latte inspect shows those of both"
             )
+        cache = one_cache(past_key_values, cache)
+        if self.kept_range is not None and cu_seq_lens_q is None and seq_idx is None:
+            given = Given(input_ids, inputs_embeds, attention_mask, position_ids)
+            if starts := turning_places(self, given, cache):
+                return in_parts(self, starts, given, cache, use_cache, **kwargs)
         inputs = prepare_inputs(
             self,
-            input_ids,
-            inputs_embeds,
-            attention_mask,
-            position_ids,
-            one_cache(past_key_values, cache),
-            use_cache,
-            cu_seq_lens_q,
-            seq_idx,
+            *(input_ids, inputs_embeds, attention_mask, position_ids),
+            *(cache, use_cache, cu_seq_lens_q, seq_idx),
             steps=not self._asks_base(kwargs),
         )
         x_BTE, cache, position_ids = inputs.x_BTE, inputs.cache, inputs.positions()
+        if self.kept_range is not None:
+            check_packed(self.kept_range, inputs.cu_seq_lens)
+            if cache is not None:
+                key_mask = inputs.key_mask
+                cache.turn_kept(self, None if key_mask is None else key_mask[:, 0])
         if cache is not None and inputs.buffers is not None:
             hidden = self.step(inputs)[:, None]
             cache.end()
@@ -155,6 +166,19 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         if cache is not None:
             cache.end()
         return outputs
+
+    # --- kept tokens, beyond the base's range of positions ----------------------------------------
+
+    @property
+    def kept_range(self) -> KeptRange | None:
+        """When far kept keys are turned; None if there are none."""
+        mixing = self.config.mixing  # type: ignore[attr-defined]
+        return self._kept_range if mixing in ("learned", "window") else None
+
+    def kept_turns(self, device: torch.device) -> dict[str | None, tuple[Tensor, Tensor]]:
+        """Cosines and sines by which far kept keys are turned, for each kind of layer."""
+        assert self._kept_range is not None
+        return step.turns_of(self, self._kept_range.every, device)
 
     @property
     def steps(self) -> bool:

@@ -106,6 +106,22 @@ def tables_of(
     return found
 
 
+def turns_of(
+    decoder: Any, positions: int, device: torch.device
+) -> dict[str | None, tuple[Tensor, Tensor]]:
+    """For each kind of layer: cosines and sines (K/2,) of the angles of so many positions."""
+    place = torch.full((1, 1), positions, device=device)
+    found = {}
+    for kind in decoder.config.layer_kinds:
+        own = (kind,) if decoder.rotary_by_kind else ()
+        like = torch.zeros(1, 1, 1, device=device)
+        [table] = rotary_tables(decoder.rotary_emb, like, place, (), *own)
+        cos, sin = (x[0, 0, : x.shape[-1] // 2] for x in table)
+        factor = torch.hypot(cos, sin)  # that of the base's attention, for each key once
+        found[kind] = cos / factor, sin / factor
+    return found
+
+
 def rotations_of(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[Table, Rotary]:
     """The rotary tables of a step."""
     wide = computation_dtype(x_BE.dtype)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from latte.layers.kept_range import KeptRange
 from latte.layers.mixer import EMPTY, MixerState
 from latte.layers.plan import StepPlan
 from latte.layers.rollback import PastKeys, drop_newest, map_tensors
@@ -186,6 +187,18 @@ class LatteCacheLayer(CacheLayerMixin):
                     "ask for it with a new cache"
                 )
             self.state = self.state._replace(sources=PastKeys())
+
+    def turn_kept(self, span: KeptRange, at_B: Tensor, due_B: Tensor, turn: Any) -> None:
+        """Turn the far kept keys of the rows that are due (:mod:`latte.layers.kept_range`)."""
+        held = self._state.kept if self._state is not None else self.buffers.kept  # type: ignore[union-attr]
+        if held is None:
+            return
+        at_B, due_B, *turn = (x.to(held.keys.device) for x in (at_B, due_B, *turn))
+        keys = span.turned(held.keys, held.positions, at_B, due_B, turn)
+        if self._state is None:
+            held.keys.copy_(keys)
+        else:
+            self._state = self._state._replace(kept=held._replace(keys=keys))  # type: ignore[arg-type]
 
     # --- the batch dimension -------------------------------------------------------------------
 
@@ -445,6 +458,37 @@ class LatteCache(Cache):
             torch._dynamo.mark_static_address(x)
         return made
 
+    # --- kept keys ------------------------------------------------------------------------------
+
+    def turn_kept(self, decoder: Any, real: Tensor | None) -> None:
+        """Turn far kept keys where a row's next token stands at a place for it.
+
+        Args:
+            decoder: The decoder, with ``kept_range`` and ``kept_turns``.
+            real: Whether each row's next token is a real one, (B,) bool; None: all are.
+        """
+        first, span = self.layers[0], decoder.kept_range
+        position = first.position
+        if position is None:
+            return
+        in_place, in_graph = first.is_written_in_place, torch.compiler.is_compiling()
+        if in_place:
+            assert first.buffers is not None
+            phases = first.buffers.step_context.phases
+            if phases is not None and 0 not in phases:  # places for it are the first of a block
+                return
+        elif first.seen_tokens < span.limit:
+            return
+        due = span.due(position, real)
+        waits = in_graph or (in_place and position.device.type != "cpu")  # for a GPU
+        if waits or bool(due.any()):
+            self._turn(decoder, position, due)
+
+    def _turn(self, decoder: Any, at_B: Tensor, due_B: Tensor) -> None:
+        turns = decoder.kept_turns(at_B.device)
+        for layer, mixer in zip(self.layers, decoder.mixers, strict=False):
+            layer.turn_kept(decoder.kept_range, at_B, due_B, turns[mixer.layer_kind])
+
     # --- the batch dimension -------------------------------------------------------------------
 
     @torch.inference_mode(False)
@@ -499,14 +543,26 @@ class LatteCache(Cache):
                 the model that read them is gone.
         """
 
+        decoder = None if self.model is None else self.model()
+
         def mixer(index: int) -> Any:
-            decoder = None if self.model is None else self.model()
             if decoder is None:
                 raise ValueError("crop needs the model that has filled this cache: it is gone")
             return decoder.mixers[index]
 
+        recorded = self.layers[0].state.recorded
         for index, layer in enumerate(self.layers):
             layer.crop(tokens_to_remove, functools.partial(mixer, index))
+        span = getattr(decoder, "kept_range", None)
+        if span is None or recorded is None or not tokens_to_remove or self.position is None:
+            return
+        # The tokens that stay were read again, and no kept keys were turned on the way.
+        start, stop = recorded.before.position, self.position
+        at_B = torch.zeros_like(stop) if start is None else start
+        at_B = (at_B + span.every - 1) // span.every * span.every
+        while bool((at_B < stop).any()):
+            self._turn(decoder, at_B, span.due(at_B, at_B < stop))
+            at_B = at_B + span.every
 
     @property
     def position(self) -> Tensor | None:

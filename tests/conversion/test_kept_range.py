@@ -1,0 +1,149 @@
+"""Kept keys of texts that are longer than the base's range of positions."""
+
+import copy
+
+import pytest
+import torch
+
+from latte.errors import LatteError
+from latte.layers.kept_range import KeptRange
+from latte.models import LatteCache
+from tests.conversion.bases import converted, tokens
+
+# The range is that of 64 positions: keys more than 48 behind are turned by 16, every 16 tokens.
+KEPT = {"num_sinks": 2, "delay_latents": True, "joint_softmax": True, "latent_input": "none"}
+KEPT |= {"kept_tokens": 6, "kept_block": 4}
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+LENGTH = 150
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def model(request):
+    return converted(request.param, **KEPT)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return tokens(LENGTH, 2)
+
+
+@pytest.fixture(scope="module")
+def whole(model, ids):
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def read(model, cache, ids, cuts, mask=None):
+    found, before = [], 0
+    with torch.no_grad():
+        for cut in (*cuts, ids.shape[1]):
+            given = None if mask is None else mask[:, :cut]
+            part = ids[:, before:cut]
+            found.append(model(part, attention_mask=given, past_key_values=cache).logits)
+            before = cut
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("cuts", [(), (5, 63, 64, 100), (70, 81, *range(82, 120))])
+def test_any_cut_gives_the_same(model, ids, whole, cuts):
+    torch.testing.assert_close(read(model, LatteCache(model.config), ids, cuts), whole, **EXACT)
+
+
+def test_single_tokens_in_a_static_cache_give_the_same(model, ids, whole):
+    cache = LatteCache(model.config, max_cache_len=LENGTH)
+    torch.testing.assert_close(read(model, cache, ids, range(60, LENGTH)), whole, **EXACT)
+
+
+def test_padding_changes_nothing(model, ids, whole):
+    mask = torch.ones(2, LENGTH + 7, dtype=torch.long)
+    mask[0, :7], mask[1, 3:] = 0, 1
+    mask[1, :3] = 0
+    padded = torch.zeros_like(mask)
+    padded[0, 7:], padded[1, 3:-4] = ids[0], ids[1]
+    mask[1, -4:] = 0
+    for cuts in ((), (66, 90, *range(92, 110))):
+        found = read(model, LatteCache(model.config), padded, cuts, mask)
+        torch.testing.assert_close(found[0, 7:], whole[0], **EXACT)
+        torch.testing.assert_close(found[1, 3:-4], whole[1], **EXACT)
+
+
+def test_keys_stand_within_the_range(model, ids):
+    cache = LatteCache(model.config)
+    read(model, cache, ids, (90,))
+    layer = next(x for x in model.model.layers if x.self_attn.kept_tokens)
+    inputs = []
+    hook = layer.self_attn.register_forward_pre_hook(
+        lambda _, args, kwargs: inputs.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(ids, past_key_values=LatteCache(model.config))
+    hook.remove()
+    _, k, _ = layer.self_attn.heads(torch.cat(inputs, 1))
+    kept = cache.layers[layer.self_attn.layer_idx].state.kept
+    position, turned = kept.positions, 0
+    place = position.clone()
+    for at in range(64, LENGTH, 16):
+        far = (position >= 0) & (at - position > 48)
+        place[far] += 16
+        turned += int(far.sum())
+    assert turned and (LENGTH - place[position >= 0]).max() <= 64
+    for row, slot, group in (position >= 0).nonzero().tolist():
+        where = place[row, slot, group].view(1, 1)
+        kinds = (layer.self_attn.layer_kind,) if model.model.rotary_by_kind else ()
+        cos, sin = model.model.rotary_emb(k, where, *kinds)
+        own = k[row, position[row, slot, group], group].view(1, 1, 1, -1)
+        expected, _ = layer.self_attn._apply_rotary(own, own, cos, sin, unsqueeze_dim=2)
+        torch.testing.assert_close(
+            kept.keys[row, slot, group], expected.flatten(), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_tokens_that_were_taken_back(model, ids, whole):
+    cache = LatteCache(model.config)
+    read(model, cache, ids[:, :78], ())
+    cache.activate_past_recording()
+    read(model, cache, torch.cat([ids[:, 78:100], ids[:, :9]], 1), (10, 25))
+    cache.crop(-9)
+    found = read(model, cache, ids[:, 100:], (12,))
+    torch.testing.assert_close(found, whole[:, 100:], **EXACT)
+
+
+def test_gradients_pass_the_places_where_keys_are_turned(model, ids, whole):
+    own = copy.deepcopy(model).train()
+    logits = own(ids, use_cache=False).logits
+    torch.testing.assert_close(logits.detach(), whole, **EXACT)
+    table = own.get_input_embeddings().weight
+    [grad] = torch.autograd.grad(logits[:, -1].logsumexp(-1).sum(), [table])
+    assert grad[ids[:, :60].unique()].abs().sum() > 0
+
+
+def test_hidden_states_are_whole(model, ids):
+    with torch.no_grad():
+        out = model(ids, use_cache=False, output_hidden_states=True)
+        names = model(ids, use_cache=False, return_dict=False)
+    assert out.past_key_values is None
+    assert [x.shape[1] for x in out.hidden_states] == [LENGTH] * len(out.hidden_states)
+    assert isinstance(names, tuple)
+
+
+def test_what_cannot_be_read_in_parts(model, ids):
+    bounds = torch.tensor([0, 20, LENGTH], dtype=torch.int32)
+    with pytest.raises(LatteError, match="at most 64 tokens.*got one of 130"):
+        model(ids[:1], cu_seq_lens_q=bounds, use_cache=False)
+    own = copy.deepcopy(model).train()
+    own.gradient_checkpointing_enable()
+    with pytest.raises(LatteError, match="at most 64 tokens with gradient checkpointing"):
+        own(ids)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((8192, 64, 32), (6144, 2048)),
+        ((64, 8, 4), (48, 16)),
+        ((64, 60, 4), None),
+        ((3, 2, 4), None),
+    ],
+)
+def test_the_range(given, expected):
+    assert KeptRange.of(*given) == (expected and KeptRange(*expected))
