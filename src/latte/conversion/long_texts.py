@@ -39,13 +39,13 @@ def turning_places(decoder: Any, given: Given, cache: Any) -> list[int]:
     tokens, span = given.tokens, decoder.kept_range
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or torch.compiler.is_compiling():
         return []
-    past = cache.get_seq_length() if isinstance(cache, LatteCache) else 0
+    start = cache.position if isinstance(cache, LatteCache) else None
+    past = 0 if start is None else int(start.max())
     if tokens.shape[1] == 1 or past + tokens.shape[1] <= span.limit:
         return []
     if packed_bounds(given.position_ids, given.attention_mask, cache) is not None:
         return []
     mask = new_key_mask(tokens, given.attention_mask, cache)
-    start = None if cache is None else cache.position
     due = span.due(token_positions(tokens, mask, None, start), mask)
     return [place for place in due.any(0).nonzero().flatten().tolist() if place]
 

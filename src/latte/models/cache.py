@@ -477,8 +477,6 @@ class LatteCache(Cache):
             phases = first.buffers.step_context.phases
             if phases is not None and 0 not in phases:  # places for it are the first of a block
                 return
-        elif first.seen_tokens < span.limit:
-            return
         due = span.due(position, real)
         waits = in_graph or (in_place and position.device.type != "cpu")  # for a GPU
         if waits or bool(due.any()):
