@@ -54,6 +54,19 @@ def test_single_tokens_in_a_static_cache_give_the_same(model, ids, whole):
     torch.testing.assert_close(read(model, cache, ids, range(60, LENGTH)), whole, **EXACT)
 
 
+def test_a_compiled_step_gives_the_same(ids):
+    model, found = converted("llama", **KEPT), []
+    cache = LatteCache(model.config, max_cache_len=LENGTH)
+    whole = read(model, LatteCache(model.config), ids, ())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    read(model, cache, ids[:, :60], ())
+    with torch.no_grad():
+        for place in range(60, 84):
+            token = ids[:, place : place + 1]
+            found.append(compiled(token, past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(found, 1), whole[:, 60:84], **EXACT)
+
+
 def test_padding_changes_nothing(model, ids, whole):
     mask = torch.ones(2, LENGTH + 7, dtype=torch.long)
     mask[0, :7], mask[1, 3:] = 0, 1
