@@ -59,7 +59,6 @@ class MacchiatoAttention(LatteMacchiato):
         self.window = fields.window_of(self.layer_idx)
         self.base_window = fields.base_window(self.layer_idx)
         self.converted = fields.is_converted(self.layer_idx)
-        self.converted_before = sum(map(fields.is_converted, range(self.layer_idx)))
         # As in the configuration; in training also "hidden": the latents alone, but the window
         # for a sequence's first W tokens, for which delayed latents have nothing.
         self.mixing: str = fields.mixing_of(self.layer_idx)
@@ -99,9 +98,8 @@ class MacchiatoAttention(LatteMacchiato):
     ) -> tuple[Tensor, None]:
         """The base's forward, with a ``context`` instead of its mask, and with a LatteCache.
 
-        With a ``teacher`` (:class:`latte.conversion.attention_distillation.Teacher`) the output is
-        that of the base's own attention. If this layer is converted, the teacher measures its
-        error.
+        With a ``teacher`` the output is that of the base's own attention. If this layer is
+        converted, the teacher gives it (:func:`latte.conversion.attention_distillation.watch`).
         """
         cache = one_cache(past_key_values, cache)
         context = self.turned(context, position_embeddings)

@@ -1,4 +1,4 @@
-"""Attention transfer layer by layer, from hidden states of the base that are recorded once.
+"""Attention distillation layer by layer, from hidden states of the base that are recorded once.
 
 The base runs once over a few rows of text. The inputs of each converted layer are written to one
 file per row (:func:`record`), in half precision. Each layer is then fitted alone
