@@ -1,4 +1,4 @@
-"""Layers fitted one by one from recorded inputs: the errors that they have in the model, and less."""
+"""Layers fitted one by one from recorded inputs: their errors in the model, and less."""
 
 import copy
 
