@@ -276,8 +276,7 @@ KEY_WORDS: dict[str, dict[str, str]] = {
         " trained further. `model` is then not used, and the tokenizer is the base's",
         **{each.name: meaning(each, "null") for each in options_of(ConversionOptions)},
         "dtype": "precision of the base's weights; `auto`: the checkpoint's",
-        "objective": "`next-token`, or `transfer` from the base's own attention",
-        "mass_weight": "weight of KL(m, p(l=0)) in attention distillation",
+        "mass_weight": "weight of KL(m, p(l=0)) in the stage `layers`",
         "window_dropout": "probability that a layer's window is hidden in the first step of next"
         " tokens; it falls to 0",
         "distillation": "share of KL(base, model) in next-token training, 0 to 1",

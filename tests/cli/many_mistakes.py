@@ -249,8 +249,8 @@ SAID = {
     "train training.context_parallel=0": "expected a number above 0, got 0",
     "train training.context_parallel=64": "expected at most data.block_length (32) processes",
     "train training.context_parallel=2 training.torch_compile=true": "expected torch_compile=false",
-    "train training.context_parallel=2 conversion.objective=transfer":
-        "expected conversion.objective=next-token",
+    "train training.context_parallel=2 conversion.distillation=0.5":
+        "expected conversion.distillation=0",
     "train alone": "the following arguments are required: recipe",
     "train of missing.yaml": "missing.yaml does not exist",
     "trian alone": "invalid choice: 'trian'",

@@ -1,11 +1,15 @@
-"""The teacher is the base, its in-window mass is the closed form, and the latents learn from it."""
-
-import copy
+"""The base runs inside a converted model; its mass within the window has a closed form."""
 
 import pytest
 import torch
 
-from latte.conversion.attention_distillation import Teacher, base_attention, run_teacher
+from latte.conversion.attention_distillation import (
+    base_output,
+    mass_divergence,
+    relative_error,
+    sampled_masses,
+    watch,
+)
 from latte.layers import Context, Projected
 from tests.conversion.bases import NAMES, WINDOW, base_logits, converted, tokens
 
@@ -23,35 +27,55 @@ def random_local(layer, tokens_, batch=2, groups=2):
     return Projected(q=draw(layer.num_heads), k=draw(groups), v=draw(groups))
 
 
+class Errors:
+    """A teacher that measures each layer, as a fit of the layer alone does."""
+
+    def __init__(self):
+        self.output, self.mass = [], []
+
+    def __call__(self, layer, x, near, context):
+        target, real = base_output(layer, near, context), context.real(x)
+        projected = layer.with_logits(x, near, context)
+        out = layer.o_proj(layer.combine(projected, context)[0].flatten(-2))
+        places = torch.arange(x.shape[1])
+        mass, _ = sampled_masses(layer, near, places, context)
+        self.output.append(relative_error(out, target, real))
+        self.mass.append(mass_divergence(layer.mixture(projected, context), mass, real))
+        return target
+
+
+def errors(model, ids):
+    found = Errors()
+    watch(model, found, input_ids=ids)
+    return found
+
+
 @pytest.mark.parametrize("family", NAMES)
 def test_a_pass_with_a_teacher_runs_the_base(family):
     ids = tokens(20)
-    model = converted(family)
-    teacher = Teacher()
-    logits = model(ids, teacher=teacher, use_cache=False).logits
+    model, found = converted(family), Errors()
+    logits = model(ids, teacher=found, use_cache=False).logits
     torch.testing.assert_close(logits, base_logits(family, ids, "own"), **EXACT)
-    assert len(teacher.output) == len(teacher.mass) == 4
-    assert min(teacher.output) > 0 and min(teacher.mass) > 0
+    assert len(found.output) == len(found.mass) == 4
+    assert min(found.output) > 0 and min(found.mass) > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_the_mass_splits_full_attention_into_window_and_rest(family, monkeypatch):
+def test_the_mass_splits_full_attention_into_window_and_rest(family):
     """y = m SWA + (1 - m) REST, with REST the same softmax over what is out of the window."""
-    monkeypatch.setattr(
-        "latte.conversion.attention_distillation.CHUNK_ELEMENTS", 700
-    )  # several chunks
     layer = converted(family).model.layers[1].self_attn  # Gemma 2's second has full attention
     assert layer.base_window is None
-    local = random_local(layer, 17)
-    out, mass = base_attention(layer, local, PLAIN)
+    local, place = random_local(layer, 17), torch.arange(17)
+    out, _ = layer.full_attention(local, PLAIN)
+    mass, log_near = sampled_masses(layer, local, place, PLAIN)
     k, v = (x.repeat_interleave(2, 2) for x in (local.k, local.v))
     logits = torch.einsum("bthk,bshk->bhts", local.q, k) * layer.scale
     if layer.softcap:
         logits = layer.softcap * torch.tanh(logits / layer.softcap)
-    place = torch.arange(17)
     gap = place[:, None] - place
     full = logits.masked_fill(gap < 0, -torch.inf).logsumexp(-1)
     near = logits.masked_fill((gap < 0) | (gap >= WINDOW), -torch.inf)
+    torch.testing.assert_close(log_near, near.logsumexp(-1).transpose(1, 2), **EXACT)
     torch.testing.assert_close(mass, (near.logsumexp(-1) - full).exp().transpose(1, 2), **EXACT)
     swa = torch.einsum("bhts,bshd->bthd", near.softmax(-1), v)
     far = logits.masked_fill(gap < WINDOW, -torch.inf).softmax(-1).nan_to_num()
@@ -59,6 +83,8 @@ def test_the_mass_splits_full_attention_into_window_and_rest(family, monkeypatch
     m = mass[..., None]
     torch.testing.assert_close(out, m * swa + (1 - m) * rest, **EXACT)
     assert torch.all(mass[:, :WINDOW] > 1 - 1e-12) and mass.min() < 0.9
+    some = torch.tensor([3, 11])
+    torch.testing.assert_close(sampled_masses(layer, local, some, PLAIN)[0], mass[:, some], **EXACT)
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", (0, 2)), ("gemma3_text", (1, 3))])
@@ -68,10 +94,8 @@ def test_layers_that_are_not_converted_teach_and_learn_nothing(family, layers):
     for at in layers:
         state = everywhere.model.layers[at].state_dict()
         model.model.layers[at].load_state_dict(state)
-    teacher, all_teacher = (run_teacher(m, input_ids=ids) for m in (model, everywhere))
-    logits = model(ids, teacher=Teacher(), use_cache=False).logits
-    torch.testing.assert_close(logits, base_logits(family, ids, "own"), **EXACT)
-    for found, whole in ((teacher.output, all_teacher.output), (teacher.mass, all_teacher.mass)):
+    own, every = (errors(m, ids) for m in (model, everywhere))
+    for found, whole in ((own.output, every.output), (own.mass, every.mass)):
         assert len(found) == 2
         expected = torch.stack(whole)[list(layers)]
         torch.testing.assert_close(torch.stack(found), expected, **EXACT)
@@ -83,134 +107,14 @@ def test_a_perfect_mixture_has_no_error():
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.latents.window_bias.fill_(60.0)
-    output, mass = run_teacher(model, input_ids=tokens(20)).errors()
-    assert output < 1e-12 and 0 <= mass < 1e-12
-
-
-@pytest.mark.parametrize("option", [{}, {"num_sinks": 2}, {"delay_latents": True}])
-def test_packed_teaches_what_apart_teaches(option):
-    model = converted("gemma2", **option)
-    parts = [tokens(n, 1, seed=n) for n in (9, 14)]
-    bounds = torch.tensor([0, 9, 23], dtype=torch.int32)
-    layers = []
-    for layer in model.model.layers:
-        layer.self_attn.latents.register_forward_hook(
-            lambda _m, _i, out: layers.append(out[0].detach())
-        )
-    together = run_teacher(model, input_ids=torch.cat(parts, 1), cu_seq_lens_q=bounds)
-    count = len(layers)
-    apart = [run_teacher(model, input_ids=part) for part in parts]
-    for index in range(count):  # the same logits, hence the same inputs and outputs below
-        both = torch.cat([layers[count + index], layers[2 * count + index]], 1)
-        torch.testing.assert_close(layers[index], both, **EXACT)
-    mean = sum(part.shape[1] * torch.stack(t.mass) for part, t in zip(parts, apart, strict=True))
-    torch.testing.assert_close(torch.stack(together.mass), mean / 23, **EXACT)
+    found = errors(model, tokens(20))
+    assert max(found.output) < 1e-12 and 0 <= min(found.mass) and max(found.mass) < 1e-12
 
 
 def test_sinks_count_as_seen_by_the_window():
     masses = {}
     for sinks in (0, 3):
         layer = converted("llama", num_sinks=sinks).model.layers[0].self_attn
-        masses[sinks] = base_attention(layer, random_local(layer, 17), PLAIN)[1]
+        masses[sinks] = sampled_masses(layer, random_local(layer, 17), torch.arange(17), PLAIN)[0]
     assert torch.all(masses[3] >= masses[0] - 1e-12)
     assert torch.all(masses[3][:, WINDOW + 3 :] > masses[0][:, WINDOW + 3 :])
-
-
-def test_padding_teaches_nothing():
-    model = converted("llama")
-    ids = tokens(14, 1)
-    padded = torch.cat([torch.full((1, 5), 7), ids], 1)
-    mask = torch.ones(1, 19, dtype=torch.long)
-    mask[:, :5] = 0
-    plain = run_teacher(model, input_ids=ids)
-    with_padding = run_teacher(model, input_ids=padded, attention_mask=mask)
-    for a, b in zip(plain.errors(), with_padding.errors(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
-
-
-def test_latents_learn_each_layer_on_its_own():
-    model = converted("llama").train()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".latents." in name)
-    ids = tokens(20, 4)
-    # One layer's error has gradients in that layer alone.
-    run_teacher(model, input_ids=ids).output[2].backward()
-    touched = {n.split(".")[2] for n, p in model.named_parameters() if p.grad is not None}
-    assert touched == {"2"}
-    optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 3e-2)
-    history = []
-    for _ in range(20):
-        optimiser.zero_grad()
-        teacher = run_teacher(model, input_ids=ids)
-        history.append([x.item() for x in teacher.errors()])
-        teacher.loss().backward()
-        optimiser.step()
-    (first_output, first_mass), (last_output, last_mass) = history[0], history[-1]
-    assert last_output < 0.7 * first_output
-    assert last_mass < 0.5 * first_mass
-
-
-# --- the backward pass of the layers' losses -------------------------------------------------
-
-LAYERS = 4
-
-
-def latents_alone(**options):
-    """A converted Llama, the base frozen."""
-    model = copy.deepcopy(converted("llama", **options)).train()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".latents." in name)
-    return model
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def test_gradients_are_those_of_the_sum_of_losses():
-    model = latents_alone()
-    teacher = run_teacher(model, input_ids=tokens(20))
-    weights = [p for p in model.parameters() if p.requires_grad]
-    total = sum(teacher.output) / LAYERS + 0.3 * sum(teacher.mass) / LAYERS
-    direct = torch.autograd.grad(1.7 * total, weights, retain_graph=True)
-    (1.7 * teacher.loss(0.3)).backward()
-    for weight, expected in zip(weights, direct, strict=True):
-        assert weight.dtype == torch.float64
-        torch.testing.assert_close(weight.grad, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(teacher.loss(0.3), total, rtol=1e-14, atol=0)
-
-
-def test_nothing_of_the_base_is_kept_for_the_backward_pass():
-    """No feed-forward network is differentiated."""
-    model, shapes = latents_alone(), []
-    width = model.config.intermediate_size
-
-    def pack(x):
-        shapes.append(tuple(x.shape))
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        teacher = run_teacher(model, input_ids=tokens(20))
-    assert teacher.loss().requires_grad and shapes
-    assert not [shape for shape in shapes if width in shape[-1:]]
-
-
-@pytest.mark.parametrize(
-    "option", [{}, {"latent_input": "rglru", "delay_latents": True}, {"converted_layers": (1, 3)}]
-)
-def test_checkpointing_and_accumulation_change_no_gradient(option):
-    plain, lean = latents_alone(**option), latents_alone(**option)
-    lean.gradient_checkpointing_enable()
-    for seed in (0, 1):
-        ids = tokens(20, seed=seed)
-        loss = run_teacher(plain, input_ids=ids).loss()
-        teacher = run_teacher(lean, input_ids=ids)
-        assert torch.equal(teacher.loss(), loss)
-        loss.backward()
-        teacher.loss().backward()
-        layers = len(option.get("converted_layers", range(LAYERS)))
-        assert len(teacher.output) == len(teacher.mass) == layers  # computed again, counted once
-    expected, found = gradients(plain), gradients(lean)
-    assert set(found) == set(expected) == {n for n, _ in plain.named_parameters() if ".lat" in n}
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-15)

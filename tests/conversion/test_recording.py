@@ -1,4 +1,4 @@
-"""Layers fitted one by one from recorded inputs: the same errors as the teacher's, and less."""
+"""Layers fitted one by one from recorded inputs: their errors in the model, and less."""
 
 import copy
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from latte.conversion.attention_distillation import run_teacher
 from latte.conversion.landmarks import set_landmarks
 from latte.conversion.recording import FitOptions, LayerFit, record
 from tests.conversion.bases import converted, tokens
+from tests.conversion.test_attention_distillation import errors
 
 FIELDS = {"latent_input": "none", "delay_latents": True}
 
@@ -47,13 +47,13 @@ def test_a_layer_alone_has_the_errors_that_it_has_in_the_model(
     family, scaling, sinks, joint, recorded
 ):
     model, rows, files = recorded(family, scaling=scaling, num_sinks=sinks, joint_softmax=joint)
-    teacher = run_teacher(model, input_ids=rows[0][None])
+    found = errors(model, rows[0][None])
     layers = [x.self_attn for x in model.model.layers if x.self_attn.converted]
     for place, layer in enumerate(layers):
         fit = LayerFit(copy.deepcopy(layer), Table(model, layer), files[:2], 1)
         output, _ = fit.errors(fit.train[0])
         # Inputs and targets are kept in bf16, of 8 digits.
-        torch.testing.assert_close(output, teacher.output[place], rtol=0.05, atol=2e-4)
+        torch.testing.assert_close(output, found.output[place], rtol=0.05, atol=2e-4)
 
 
 def test_a_fit_lowers_the_error_and_keeps_the_best(recorded):

@@ -3,8 +3,6 @@
 That they give the results of the whole sequence is a law in ``tests/models/test_laws.py``.
 """
 
-import copy
-
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -23,30 +21,13 @@ def read(model, cache, ids, mask=None):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_hook_or_an_adapter_is_not_passed_over(family):
-    model, ids, calls = converted(family, **BOTH).float(), tokens(8, 1), []
-    cache, twin = LatteCache(model.config), LatteCache(model.config)
-    for one in (cache, twin):
-        read(model, one, ids[:, :6])
-    expected = read(model, twin, ids[:, 6:7])
-    layer = model.model.layers[1]
-    attention, mlp = layer.self_attn, layer.mlp
-    inside = [
-        *(attention.v_proj, attention.o_proj, attention.latents.k_proj, mlp, mlp.up_proj),
-        *(mlp.act_fn, mlp.down_proj, layer.input_layernorm, model.model.norm, model.lm_head),
-    ]
-    for watched in (inside, [layer], [attention]):
-        hooks = [m.register_forward_hook(lambda m, _i, _o: calls.append(m)) for m in watched]
-        found = read(model, copy.deepcopy(cache), ids[:, 6:7])
-        assert set(calls) == set(watched)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        calls.clear()
-        for hook in hooks:
-            hook.remove()
+def test_an_adapter_is_not_passed_over(family):
+    model, ids = converted(family, **BOTH).float(), tokens(8, 1)
+    plain, layer = model(ids[:, :7], use_cache=False).logits[:, 6:], model.model.layers[1]
     layer.mlp.gate_proj = Twice(layer.mlp.gate_proj)
-    attention.q_proj = Twice(attention.q_proj)
+    layer.self_attn.q_proj = Twice(layer.self_attn.q_proj)
     whole = model(ids[:, :7], use_cache=False).logits[:, 6:]
-    assert (whole - expected).abs().max() > 1e-3
+    assert (whole - plain).abs().max() > 1e-3
     cache = LatteCache(model.config)
     read(model, cache, ids[:, :6])
     torch.testing.assert_close(read(model, cache, ids[:, 6:7]), whole, rtol=1e-4, atol=1e-4)

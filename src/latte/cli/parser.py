@@ -419,7 +419,10 @@ def _convert(command: Any) -> None:
     add("base", help="a pretrained decoder: a folder, a GGUF file, or a name on the Hub")
     add("output", help="a new folder")
     add("overrides", help="dotted overrides of the recipe", **OVERRIDES)
-    add("--recipe", help="recipe to train with: attention transfer, next tokens, then a comparison")
+    add(
+        "--recipe",
+        help="recipe of the training: layer by layer, next tokens, then a comparison",
+    )
     add(
         "--trained", metavar="FILE", help="latents that were trained before, a file of save_latents"
     )

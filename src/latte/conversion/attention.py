@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from latte.conversion.config import MacchiatoFields
-from latte.conversion.sources import late_latents
 from latte.conversion.step import Table
 from latte.layers import Context, LatteMacchiato, MixerState, MixingLogits, Projected
 from latte.layers.latents import LatentLogits
@@ -25,7 +24,10 @@ from latte.layers.mixer import EMPTY
 from latte.layers.parts import Rotary
 from latte.layers.step import StepState
 from latte.models.cache_name import one_cache
+from latte.ops import latte_attention
+from latte.ops.state import LateSources, final_window_state
 from latte.ops.step import in_dtype
+from latte.ops.tensors import Sequences
 
 
 class MacchiatoAttention(LatteMacchiato):
@@ -59,7 +61,6 @@ class MacchiatoAttention(LatteMacchiato):
         self.window = fields.window_of(self.layer_idx)
         self.base_window = fields.base_window(self.layer_idx)
         self.converted = fields.is_converted(self.layer_idx)
-        self.converted_before = sum(map(fields.is_converted, range(self.layer_idx)))
         # As in the configuration; in training also "hidden": the latents alone, but the window
         # for a sequence's first W tokens, for which delayed latents have nothing.
         self.mixing: str = fields.mixing_of(self.layer_idx)
@@ -99,9 +100,8 @@ class MacchiatoAttention(LatteMacchiato):
     ) -> tuple[Tensor, None]:
         """The base's forward, with a ``context`` instead of its mask, and with a LatteCache.
 
-        With a ``teacher`` (:class:`latte.conversion.attention_distillation.Teacher`) the output is
-        that of the base's own attention. If this layer is converted, the teacher measures its
-        error.
+        With a ``teacher`` the output is that of the base's own attention. If this layer is
+        converted, the teacher gives it (:func:`latte.conversion.attention_distillation.watch`).
         """
         cache = one_cache(past_key_values, cache)
         context = self.turned(context, position_embeddings)
@@ -255,3 +255,34 @@ class MacchiatoAttention(LatteMacchiato):
             f"window={self.window}, mixing={self.mixing!r}, num_sinks={self.num_sinks}, "
             f"delay_latents={self.delay_latents}, kept_tokens={self.kept_tokens}"
         )
+
+
+def late_latents(
+    projected: Projected, context: Context, window: int | None
+) -> tuple[Tensor, MixerState]:
+    """The latents without a window, (B, T, H, D), which are a control; and the state.
+
+    They read ``window`` tokens late, or at once if None: at query t the sources s <= t - W. The op
+    of both branches does this itself. Here keys and values are shifted by W tokens.
+    """
+    keys, values, mask, state = projected.latent_k, projected.v, context.key_mask, projected.state
+    pending = None
+    if window is not None:
+        sequences = Sequences(mask, context.cu_seqlens)
+        late = LateSources.of(keys, values, window, sequences, state.pending, None)
+        if context.output_final_state:
+            # A window of W + 1 keeps the W tokens before the next token.
+            tokens = keys, values, window + 1, *sequences[:2]
+            pending = final_window_state(*tokens, state.pending)
+        keys, values, mask = late.keys, late.values, late.mask
+    out, latent = context.across(latte_attention)(
+        projected.latent_q[..., 1:],
+        keys,
+        values,
+        key_mask=mask,
+        cu_seqlens=context.cu_seqlens,
+        initial_state=state.latent,
+        output_final_state=context.output_final_state,
+        log_decay=projected.log_decay,
+    )
+    return out, state._replace(latent=latent, pending=pending)

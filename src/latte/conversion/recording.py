@@ -1,4 +1,4 @@
-"""Attention transfer layer by layer, from hidden states of the base that are recorded once.
+"""Attention distillation layer by layer, from hidden states of the base that are recorded once.
 
 The base runs once over a few rows of text. The inputs of each converted layer are written to one
 file per row (:func:`record`), in half precision. Each layer is then fitted alone
@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from latte.conversion.attention import MacchiatoAttention
+from latte.conversion.attention import MacchiatoAttention, late_latents
 from latte.conversion.attention_distillation import (
     SAMPLE_EVERY,
     base_output,
@@ -33,7 +33,6 @@ from latte.conversion.attention_distillation import (
     sampled_masses,
     watch,
 )
-from latte.conversion.sources import late_latents
 from latte.conversion.step import rotary_tables
 from latte.layers.attention import with_mass
 from latte.layers.latents import window_odds
@@ -176,9 +175,9 @@ class LayerFit:
             x = opened.get_tensor(str(layer.layer_idx))[None].to(device, torch.float32)
         T = x.shape[1]
         positions = torch.arange(T, device=device)[None]
-        edge = layer.window + layer.num_sinks - 1
-        table, sink_table = rotary_tables(self.rotary, x, positions, [edge])
-        context = Context(rotary=Rotary(*table, sink_table if layer.num_sinks else None))
+        edges = [] if layer.sink_edge is None else [layer.sink_edge]
+        table, *sinks = rotary_tables(self.rotary, x, positions, edges)
+        context = Context(rotary=Rotary(*table, *sinks))
         local = layer.near(x, EMPTY, context)
         first = layer.window if T > layer.window else 0
         places = torch.arange(first, T, SAMPLE_EVERY, device=device)

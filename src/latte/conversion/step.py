@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 
 from latte.conversion.bases import BASES
 from latte.layers.native import ACTIVATIONS, GATED, NORMS, READ, NormKind
-from latte.layers.parts import Rotary, of_single_tokens
+from latte.layers.parts import Rotary, of_single_tokens, sink_edge
 from latte.layers.plan import LayerParts
 from latte.ops import decoding
 from latte.ops.tensors import computation_dtype
@@ -94,7 +94,7 @@ def tables_of(
     """
     config = decoder.config
     tables: list[Any] = []
-    edges = [width + config.num_sinks - 1 for width in config.windows if config.num_sinks]
+    edges = [edge for width in config.windows if (edge := sink_edge(width, config.num_sinks))]
     found: dict[Table, list[Any]] = {}
     for kind in config.layer_kinds:
         own = (kind,) if decoder.rotary_by_kind else ()

@@ -19,7 +19,7 @@ from latte.layers.checks import check_positive
 from latte.layers.latent_fields import KEPT_BLOCK, check_kept
 from latte.layers.latents import HALF_LIFE_RANGE, LatentLogits
 from latte.layers.mixer import EMPTY, Context, Mixer, MixerState, Projected
-from latte.layers.parts import Rotary
+from latte.layers.parts import Rotary, sink_edge
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.step import StepState
 from latte.layers.weights import MixingLogits, remembered
@@ -140,7 +140,7 @@ class LatteMacchiato(Mixer):
         if kept_tokens:
             self.carries = tuple("kept" if x == "window" else x for x in type(self).carries)  # type: ignore[misc]
         self.partition = Partition(None, delay_latents, joint_softmax) if beyond else None
-        self.sink_edge = self.window + num_sinks - 1 if num_sinks else None
+        self.sink_edge = sink_edge(self.window, num_sinks)
 
     @property
     def splits(self) -> bool:

@@ -184,6 +184,11 @@ class Rotary(NamedTuple):
     sinks: Any = None
 
 
+def sink_edge(window: int | None, num_sinks: int) -> int | None:
+    """The largest position from which queries look at sinks: the window's edge. None without."""
+    return window + num_sinks - 1 if window and num_sinks else None
+
+
 def _angles(positions_BT: Tensor, width: int, theta: float) -> Tensor:
     """``position * theta^(-2i/width)`` for i < width/2, (B, T, width/2)."""
     frequencies = _frequencies if torch.compiler.is_compiling() else _kept_frequencies

@@ -36,7 +36,7 @@ from latte.layers import (
     SwiGLU,
 )
 from latte.layers.native import is_hooked, linear_maps
-from latte.layers.parts import of_single_tokens
+from latte.layers.parts import of_single_tokens, sink_edge
 from latte.layers.plan import LayerParts, StepPlan
 from latte.layers.step import StepState, run_layer, run_layers
 from latte.models.cache import LatteCache
@@ -205,8 +205,7 @@ class LatteModel(LattePreTrainedModel):
             if config.position == "rope"
             else None
         )
-        window, sinks = config.sliding_window, config.num_sinks
-        self.sink_edge = window + sinks - 1 if window and sinks else None
+        self.sink_edge = sink_edge(config.sliding_window, config.num_sinks)
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(
             self.block_class(config) for _ in range(config.num_hidden_layers)

@@ -30,6 +30,8 @@ from latte.ops.tensors import (
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# The dtypes of a state's parts, in the words of errors.
+KINDS = {"floating point": FLOATS, "bool": (torch.bool,), "int64": (torch.int32, torch.int64)}
 LARGEST_WINDOW = 2**63 - 1  # that the kernels take
 PAPER = Partition()
 
@@ -263,14 +265,21 @@ def check_state(
             f"{op}: initial_state must be a tuple ({', '.join(names)}), got {type(state).__name__}"
         )
     for name, shape, x in zip(names, shapes, state, strict=True):
-        if not isinstance(x, Tensor) or tuple(x.shape) != shape:
-            came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{op}: initial_state.{name} must have shape {shape}, got {came}")
-        if x.device != device:
-            raise ValueError(f"{op}: initial_state.{name} must be on {device}, got {x.device}")
-        if (x.dtype != torch.bool) if name == "mask" else (x.dtype not in FLOATS):
-            wanted = "bool" if name == "mask" else "floating point"
-            raise ValueError(f"{op}: initial_state.{name} must be {wanted}, got {x.dtype}")
+        wanted = "bool" if name == "mask" else "floating point"
+        check_state_part(op, name, x, shape, wanted, device)
+
+
+def check_state_part(
+    op: str, name: str, x: object, shape: tuple[int, ...], wanted: str, device: torch.device
+) -> None:
+    """A part of a state is a tensor of this shape and device; ``wanted`` is a key of KINDS."""
+    if not isinstance(x, Tensor) or tuple(x.shape) != shape:
+        came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{op}: initial_state.{name} must have shape {shape}, got {came}")
+    if x.device != device:
+        raise ValueError(f"{op}: initial_state.{name} must be on {device}, got {x.device}")
+    if x.dtype not in KINDS[wanted]:
+        raise ValueError(f"{op}: initial_state.{name} must be {wanted}, got {x.dtype}")
 
 
 def check_latte_state(

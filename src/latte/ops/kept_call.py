@@ -10,7 +10,7 @@ from torch import Tensor
 from latte.ops import reference_kept
 from latte.ops.arguments import NO_SINKS
 from latte.ops.backend import choose
-from latte.ops.checks import check_latte_state, check_shape, check_tangents
+from latte.ops.checks import check_latte_state, check_shape, check_state_part, check_tangents
 from latte.ops.cpp_backend import kept as native_kept
 from latte.ops.isolation import View, isolated
 from latte.ops.kept import Kept, KeptLatents, KeptState, comparable
@@ -67,37 +67,28 @@ def check_kept_state(
     assert v is not None
     assert window is not None
     slots = (N, kept.count + window + kept.block - 1)
-    groups, sums = k.shape[2:3], comparable(kept.scores[:0]).dtype
-    late = None if latent_k is None else (latent_k.shape[2:], latent_k.dtype)
-    wanted = {
-        "keys": (k.shape[2:], k.dtype),
-        "values": (v.shape[2:], v.dtype),
+    groups, sums = (*slots, k.shape[2]), comparable(kept.scores[:0]).dtype
+    wanted: dict[str, Any] = {
+        "keys": ((*slots, *k.shape[2:]), k.dtype),
+        "values": ((*slots, *v.shape[2:]), v.dtype),
         "scores": (groups, sums),
         "positions": (groups, torch.int64),
-        "seen": (None, torch.int64),
-        "latent_keys": late,
-        "log_decay": None if latent_k is None else (latent_k.shape[2:], sums),
+        "seen": ((N,), torch.int64),
     }
+    if latent_k is not None:
+        shape = (*slots, *latent_k.shape[2:])
+        wanted |= {"latent_keys": (shape, latent_k.dtype), "log_decay": (shape, sums)}
     found: dict[str, Any] = {}
     for name, x in zip(KeptState._fields, state, strict=True):
-        expected = wanted[name]
-        if x is None and (expected is None or name == "log_decay"):
+        if x is not None and name not in wanted:
+            came = type(x).__name__
+            raise ValueError(f"{op}: initial_state.{name} must be None without latents, got {came}")
+        if x is None and (name == "log_decay" or name not in wanted):
             found[name] = None
             continue
-        if not isinstance(x, Tensor) or expected is None:
-            kind = "a tensor" if expected else "None without latents"
-            raise ValueError(f"{op}: initial_state.{name} must be {kind}, got {type(x).__name__}")
-        rest, dtype = expected
-        shape = (N,) if rest is None else (*slots, *rest)
-        if tuple(x.shape) != shape:
-            raise ValueError(
-                f"{op}: initial_state.{name} must have shape {shape}, got {tuple(x.shape)}"
-            )
-        if x.device != k.device or x.is_floating_point() != dtype.is_floating_point:
-            raise ValueError(
-                f"{op}: initial_state.{name} must be {dtype} on {k.device}, got {x.dtype} on "
-                f"{x.device}"
-            )
+        shape, dtype = wanted[name]
+        kind = "floating point" if dtype.is_floating_point else "int64"
+        check_state_part(op, name, x, shape, kind, k.device)
         found[name] = x.to(dtype)
     return KeptState(**found)
 
@@ -222,8 +213,7 @@ def attend(
         held = state or KeptState.empty(k, v, kept, window, N, *own)
         after = None
         if latents is not None:
-            shape, dtype = (N, *latents.k.shape[2:], v.shape[-1]), computation_dtype(q.dtype)
-            after = LatteState.empty(*shape, device=q.device, dtype=dtype)
+            after = LatteState.empty_for(q, N, *latents.k.shape[2:], v.shape[-1])
             if latents.log_mass is not None and latents.mean is not None:
                 after = LatteState(latents.log_mass, latents.mean)
         return out, after, held if output_final_state else None

@@ -76,9 +76,9 @@ def test_a_length_in_one_unit_replaces_the_other(override, steps, tokens):
 
 
 def test_a_length_on_the_command_line_replaces_the_one_of_its_section(tmp_path):
-    path = write(tmp_path, "transfer: {max_tokens: 9}\ntraining: {max_tokens: 9}")
-    found = read_overridden(path, ["transfer.max_steps=3"])
-    assert found == {"transfer": {"max_steps": 3}, "training": {"max_tokens": 9}}
+    path = write(tmp_path, "more: {max_tokens: 9}\ntraining: {max_tokens: 9}")
+    found = read_overridden(path, ["more.max_steps=3"])
+    assert found == {"more": {"max_steps": 3}, "training": {"max_tokens": 9}}
 
 
 def test_a_home_folder_in_the_output(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from latte.cli import main
 from latte.errors import LatteError
-from latte.lab.train.recipe import ConversionSection, check, load_recipe
+from latte.lab.train.recipe import ConversionSection, load_recipe, recipe_from_dict
 from latte.lab.train.run_folder import FolderInUse, lock_folder
 from latte.lab.train.stages import convert_and_train, load_conversion_recipe
 from latte.lab.train.trainer import SHARDS
@@ -24,6 +24,7 @@ from latte.lab.train.trainer import SHARDS
 RECIPES = Path(__file__).parents[3] / "recipes" / "conversion"
 STAGE = ["max_tokens=null", "max_steps=3", "batch_size=2", "warmup_steps=1", "log_steps=1",
          "save_steps=2", "eval_steps=3"]  # fmt: skip
+LAYERS = ["rows=4", "held_out_rows=1", "steps=3", "eval_steps=3", "processes=1"]
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +51,7 @@ def settings(words):
     found = [f"data.{key}={value}" for key, value in words.items()]
     found += ["data.block_length=32", "data.max_validation_tokens=64"]
     found += ["conversion.window=8", "conversion.num_latents=8"]
-    found += [f"{stage}.{value}" for stage in ("transfer", "training") for value in STAGE]
+    found += [f"layers.{value}" for value in LAYERS] + [f"training.{value}" for value in STAGE]
     return [*found, "evaluation.lengths=[32, 64]", "evaluation.max_tokens=100"]
 
 
@@ -77,7 +78,7 @@ def test_two_stages_change_the_latents_alone(base, converted):
     from transformers import AutoModelForCausalLM
 
     out = converted
-    original, middle, final = weights(base), weights(out / "transfer"), weights(out)
+    original, middle, final = weights(base), weights(out / "layers"), weights(out)
     for name, weight in original.items():
         assert torch.equal(weight, final[name]), name
     new = [name for name in final if ".latents." in name]
@@ -105,19 +106,6 @@ def test_base_controls_and_result_are_compared(converted):
     assert window == held
 
 
-def test_the_transfer_logs_its_errors(converted, small):
-    recipe = small()
-    records = [json.loads(line) for line in (converted / "transfer" / "metrics.jsonl").open()]
-    trained = [record for record in records if record["kind"] == "train"]
-    assert len(trained) == 3
-    for record in trained:
-        weighted = recipe.conversion.mass_weight * record["mass_divergence"]
-        parts = record["output_error"] + weighted
-        assert record["loss"] == pytest.approx(parts, rel=1e-4)
-        assert "perplexity" not in record
-    assert trained[-1]["loss"] < trained[0]["loss"]
-
-
 def test_the_optimiser_holds_nothing_of_the_base(converted):
     file = converted / "next-token" / "checkpoint-2" / "optimizer.pt"
     state = torch.load(file, weights_only=True)["state"]
@@ -127,7 +115,7 @@ def test_the_optimiser_holds_nothing_of_the_base(converted):
 
 def test_low_rank_updates_are_merged_into_the_result(base, small, tmp_path):
     pytest.importorskip("peft")
-    recipe = small("transfer=null", "conversion.trainable=lora", "conversion.lora_rank=2",
+    recipe = small("layers=null", "conversion.trainable=lora", "conversion.lora_rank=2",
                    "conversion.lora_targets=[q_proj, o_proj]", "training.learning_rate=0.01",
                    "conversion.distillation=0.5")  # fmt: skip
     out = convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
@@ -149,7 +137,7 @@ def test_stages_go_on_with_the_same_text_and_base(base, small, words, tmp_path):
     kept = weights.read_bytes()
 
     def run(**changed):
-        given = (f"data.corpus={tmp_path}/words.jsonl", "transfer.max_steps=1")
+        given = (f"data.corpus={tmp_path}/words.jsonl", "layers.steps=1")
         recipe = small(*given, *(f"{key}={value}" for key, value in changed.items()))
         convert_and_train(str(tmp_path / "own"), tmp_path / "out", recipe, quiet=True)
 
@@ -180,31 +168,27 @@ def test_windows_are_hidden_at_a_falling_rate(base, small, tmp_path, monkeypatch
             yield
 
     monkeypatch.setattr(conversion_trainer, "hidden_windows", looked_at)
-    recipe = small("transfer=null", "conversion.window_dropout=1.0")
+    recipe = small("layers=null", "conversion.window_dropout=1.0")
     out = convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
     probabilities, seeds, mixings = zip(*seen, strict=True)
     assert probabilities == (1.0, 0.666667, 0.333333)
     assert seeds == tuple((recipe.training.seed, step, 0) for step in range(3))
     assert mixings[0] == ["hidden", "hidden"]
     assert AutoConfig.from_pretrained(out).mixing == "learned"
-    # The transfer, which has a teacher in the place of the loss, hides nothing.
     stages = small("conversion.window_dropout=0.5").stages("base", tmp_path)
     assert [stage.conversion.window_dropout for stage in stages.values()] == [0.0, 0.5]
-    stages["transfer"].conversion.window_dropout = 0.5
-    with pytest.raises(LatteError, match="window_dropout is of next tokens; expected 0 with"):
-        check(stages["transfer"])
 
 
 def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, converted, small, tmp_path):
-    """Stopped in its first stage, and killed in its second; meanwhile nobody else goes on."""
-    stopped = small("transfer.max_minutes=1e-6")
-    with pytest.raises(LatteError, match="transfer was stopped at step 1 by its max_minutes"):
+    """Stopped in its second stage, and killed there; meanwhile nobody else goes on."""
+    stopped = small("training.max_minutes=1e-6")
+    with pytest.raises(LatteError, match="next-token was stopped at step 1 by its max_minutes"):
         convert_and_train(str(base), tmp_path / "out", stopped, quiet=True)
     held, _ = lock_folder(tmp_path / "out", "conversion.json", {}, {}, identity=dict)
     with pytest.raises(FolderInUse, match="another process is training in"):
         convert_and_train(str(base), tmp_path / "out", small(), quiet=True)
     held.lock.close()
-    more = small("transfer.max_minutes=60", "evaluation.lengths=[32]")
+    more = small("training.max_minutes=60", "evaluation.lengths=[32]")
     out = convert_and_train(str(base), tmp_path / "out", more, quiet=True)
     # As a kill during the second stage leaves it: a checkpoint and no result.
     for name in ("model.safetensors", "config.json", "finished.json"):
@@ -214,8 +198,8 @@ def test_an_interrupted_conversion_ends_as_an_uninterrupted_one(base, converted,
     again = convert_and_train(str(base), tmp_path / "out", more, quiet=True)
     for name, weight in weights(converted).items():
         assert torch.equal(weight, weights(again)[name]), name
-    with pytest.raises(LatteError, match="another conversion: transfer.learning_rate is"):
-        other = small("transfer.learning_rate=0.5")
+    with pytest.raises(LatteError, match="another conversion: layers.learning_rate is"):
+        other = small("layers.learning_rate=0.5")
         convert_and_train(str(base), tmp_path / "out", other, quiet=True)
 
 
@@ -240,7 +224,7 @@ def test_an_unfinished_run_with_low_rank_updates_says_so(base, small, tmp_path):
     from latte.lab.evaluate.checkpoint import load_checkpoint
 
     pytest.importorskip("peft")
-    recipe = small("transfer=null", "conversion.trainable=lora", "conversion.lora_rank=2",
+    recipe = small("layers=null", "conversion.trainable=lora", "conversion.lora_rank=2",
                    "conversion.lora_targets=[q_proj]", "training.max_minutes=1e-6")  # fmt: skip
     with pytest.raises(LatteError, match="stopped at step 1"):
         convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
@@ -293,10 +277,9 @@ def test_a_converted_base_is_gone_on_with(converted, small):
         ("conversion.num_latents=6", "multiple of num_attention_heads"),
         ("conversion.window_dropout=2", "conversion.window_dropout: expected 0 to 1, got 2"),
         ("conversion.distillation=2", "conversion.distillation: expected 0 to 1, got 2"),
-        ("transfer.strategy=fsdp", "transfer.strategy: expected one of 'ddp', 'fsdp2'"),
-        ("transfer.strategy=fsdp2", "transfer.strategy: attention distillation trains the latents"),
+        ("training.strategy=fsdp", "training.strategy: expected one of 'ddp', 'fsdp2'"),
         ("conversion.base=elsewhere", "conversion.base: expected none"),
-        ("transfer.learning_rate=-1", "transfer.learning_rate: expected a number above 0"),
+        ("layers.learning_rate=-1", "layers.learning_rate: expected a number above 0"),
         ("evaluation.lengths=[0]", "evaluation.lengths: expected numbers of at least 1"),
         ("evaluation.max_tokens=0", "evaluation.max_tokens: expected a number above 0"),
         ("conversion.lora=3", "unknown key 'conversion.lora'"),
@@ -314,12 +297,43 @@ def test_mistakes_leave_nothing(override, message, base, small, tmp_path):
 
 
 def test_no_stage_at_all_is_a_mistake(small):
-    with pytest.raises(LatteError, match="needs a layers, transfer or training section"):
-        small("transfer=null", "training=null")
+    with pytest.raises(LatteError, match="needs a layers or a training section"):
+        small("layers=null", "training=null")
+
+
+@pytest.mark.parametrize("asked", ["transfer.max_steps=3", "conversion.objective=transfer"])
+@pytest.mark.parametrize("read", [load_recipe, load_conversion_recipe])
+def test_the_stage_that_was_removed_says_what_to_write(asked, read):
+    recipe = RECIPES / ("base.yaml" if read is load_recipe else "small.yaml")
+    with pytest.raises(LatteError, match="removed; expected a section layers in a recipe") as error:
+        read(recipe, [asked])
+    assert "\n" not in str(error.value) and str(error.value).startswith(asked.split(".max")[0])
+
+
+def test_what_earlier_versions_saved_is_read(base, converted, small):
+    """Recipes, runs and conversions had `transfer: null` and an objective of next tokens."""
+    earlier = "transfer=null", "conversion.objective=next-token"
+    assert small(*earlier) == small()
+    files = converted / "conversion.json", converted / "next-token" / "run.json"
+    before = [file.read_text() for file in files]
+    for file, text in zip(files, before, strict=True):
+        content = json.loads(text)
+        for recipe in (content["recipe"], content.get("identity", {}).get("recipe", {})):
+            recipe["transfer"] = None
+            recipe.setdefault("conversion", {})["objective"] = "next-token"
+        file.write_text(json.dumps(content))
+    convert_and_train(str(base), converted, small("evaluation.lengths=[32]"), quiet=True)
+    for file, text in zip(files, before, strict=True):
+        file.write_text(text)
+    saved = json.loads((converted / "recipe.json").read_text())
+    plain = recipe_from_dict(saved)
+    for objective in ("next-token", "transfer"):
+        saved["conversion"]["objective"] = objective
+        assert recipe_from_dict(saved) == plain
 
 
 def test_a_teacher_that_is_trained_itself_is_a_mistake(base, small, tmp_path):
-    recipe = small("transfer=null", "conversion.trainable=all", "conversion.distillation=0.5")
+    recipe = small("layers=null", "conversion.trainable=all", "conversion.distillation=0.5")
     with pytest.raises(LatteError, match="expected conversion.trainable=latents or lora, got all"):
         convert_and_train(str(base), tmp_path / "out", recipe, quiet=True)
     assert not (tmp_path / "out").exists()
@@ -329,9 +343,9 @@ def test_recipes_load():
     expected = {
         "ablation.yaml": ["layers"],
         "own-base.yaml": ["layers", "next-token"],
-        "gemma2-2b.yaml": ["transfer", "next-token"],
+        "gemma2-2b.yaml": ["layers", "next-token"],
         "gemma3-270m.yaml": ["layers"],
-        "small.yaml": ["transfer", "next-token"],
+        "small.yaml": ["layers", "next-token"],
         "smollm2.yaml": ["layers", "next-token"],
         "smollm2-gpu.yaml": ["layers", "next-token"],
         "smollm2-kept-tokens.yaml": ["layers", "next-token"],
@@ -341,7 +355,6 @@ def test_recipes_load():
     for name, wanted in expected.items():
         stages = load_conversion_recipe(RECIPES / name).stages("base", Path("out"))
         assert list(stages) == wanted
-        assert stages[wanted[0]].conversion.objective == "transfer"
         if len(wanted) == 2:
             assert stages[wanted[1]].conversion.base == f"out/{wanted[0]}"
 
@@ -365,17 +378,16 @@ def test_sharded_and_replicated_processes_agree(base, words, tmp_path):
         settings += ["conversion.window=8", "conversion.num_latents=8"]
         settings += ["conversion.window_dropout=0.5"]
         settings += ["evaluation.lengths=[32]", "evaluation.max_tokens=50"]
-        for stage in ("transfer", "training"):
-            settings += [f"{stage}.{value}" for value in (*STAGE, "bf16=false")]
+        settings += [f"layers.{value}" for value in LAYERS]
+        settings += [f"training.{value}" for value in (*STAGE, "bf16=false")]
         settings += [f"training.strategy={strategy}"]
-        settings += ["transfer.gradient_accumulation=2", "transfer.gradient_checkpointing=true"]
         out = tmp_path / strategy
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", "2", "-m", "latte.cli", "convert", str(base), str(out)]
         command += [*settings, "--recipe", str(RECIPES / "small.yaml"), "--quiet"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
         assert done.returncode == 0, done.stderr
-        found[strategy] = {stage: weights(out / stage) for stage in ("transfer", "next-token")}
+        found[strategy] = {stage: weights(out / stage) for stage in ("layers", "next-token")}
         assert (out / "evaluation.csv").is_file()
         for stage in found[strategy]:  # on a CPU FSDP2 may be DDP without a word
             sharded = strategy == "fsdp2" and stage == "next-token"

@@ -9,13 +9,9 @@ Shape suffixes: N kept tokens, M slots of a state, G groups of key heads.
 
 from __future__ import annotations
 
-import html
-import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +21,7 @@ from torch import Tensor, nn
 from latte.lab.evaluate.generate import read
 from latte.lab.evaluate.plots import canvas, save
 from latte.lab.evaluate.tables import write_csv
+from latte.lab.inspect.pages import filled_page
 from latte.models import LatteCache
 
 FILES = ("kept.csv", "kept_summary.csv", "kept.png", "kept.html")
@@ -207,7 +204,6 @@ def figure(path: Path, tokens: Sequence[str], kept: Mapping[int, KeptTokens], ti
 
 def build_page(tokens: Sequence[str], kept: Mapping[int, KeptTokens], label: str) -> str:
     """The page as text: the text with kept tokens marked, by layer and group."""
-    template = (resources.files(__package__) / "kept.html").read_text(encoding="utf-8")
     data = {
         "tokens": list(tokens),
         "layers": [
@@ -222,7 +218,4 @@ def build_page(tokens: Sequence[str], kept: Mapping[int, KeptTokens], label: str
             for layer, found in kept.items()
         ],
     }
-    # "<" never stands in the data, so that no text can close the script element.
-    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    values = {"title": html.escape(label), "data": embedded}
-    return re.sub(r"\{\{(\w+)\}\}", lambda marker: values[marker[1]], template)
+    return filled_page("kept.html", label, data)

@@ -13,14 +13,10 @@ T is here the number of tokens shown.
 from __future__ import annotations
 
 import base64
-import html
-import json
 import math
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +47,7 @@ from latte.lab.inspect.mixing import (
     summary_rows,
     usage_rows,
 )
+from latte.lab.inspect.pages import filled_page
 from latte.lab.progress import progress
 from latte.lab.results import results_at
 
@@ -303,7 +300,6 @@ def _weights_of(inspection: Inspection) -> Iterator[tuple[Any, ...]]:
 
 def build_page(inspection: Inspection, summaries: list[Summary]) -> str:
     """The page as text."""
-    template = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
     data = {
         "tokens": inspection.tokens[: inspection.shown],
         "read": len(inspection.tokens),
@@ -312,11 +308,7 @@ def build_page(inspection: Inspection, summaries: list[Summary]) -> str:
             for number, mixing in inspection.layers.items()
         ],
     }
-    # "<" never stands in the data, so that no text can close the script element.
-    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    values = {"title": html.escape(inspection.label), "data": embedded}
-    # One pass over the template alone: nothing in a value is taken for a marker.
-    return re.sub(r"\{\{(\w+)\}\}", lambda marker: values[marker[1]], template)
+    return filled_page("page.html", inspection.label, data)
 
 
 def _layer(

@@ -1,4 +1,4 @@
-"""Training a converted model: what is trained of it, attention transfer, distillation.
+"""Training a converted model on next tokens: what is trained of it, hidden windows, distillation.
 
 The model is the base converted, frozen but for what `conversion.trainable` names. It is its own
 teacher, mixing as its base does: no second copy of the weights.
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from latte.conversion.attention_distillation import run_teacher
 from latte.conversion.landmarks import set_landmarks
 from latte.conversion.modeling import NEW_WEIGHTS
 from latte.conversion.pretrained import (
@@ -185,13 +184,11 @@ def mixing(model: Any, value: str) -> Iterator[None]:
 
 
 class ConversionTrainer(LatteTrainer):
-    """The Trainer, with the objectives of `conversion.objective`."""
+    """The Trainer, with hidden windows, the base as a teacher, and low-rank updates."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.section = self.recipe.conversion
-        # Sums since the last log line: output error, mass divergence, passes.
-        self._errors = torch.zeros(3, dtype=torch.float64, device=self.args.device)
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -214,22 +211,9 @@ class ConversionTrainer(LatteTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        if self.section.objective == "transfer":
-            return self._transfer_loss(model, inputs, num_items_in_batch)
         if self.section.distillation:
             return self._distilled_loss(model, inputs, num_items_in_batch)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    def _share(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
-        """This batch's part of the step's tokens, times the processes that will be averaged."""
-        own = (inputs["labels"] != IGNORED).sum()
-        return own / num_items_in_batch * self.args.world_size
-
-    def _transfer_loss(self, model: Any, inputs: dict[str, Any], items: Any) -> torch.Tensor:
-        given = {name: value for name, value in inputs.items() if name != "labels"}
-        output, mass = run_teacher(model, **given).errors()
-        self._errors += torch.stack([output.detach(), mass.detach(), torch.ones_like(mass)])
-        return (output + self.section.mass_weight * mass) * self._share(inputs, items)
 
     def _distilled_loss(self, model: Any, inputs: dict[str, Any], items: Any) -> torch.Tensor:
         """(1 - d) NLL + d KL(base || model), both summed over tokens that are predicted."""
@@ -247,12 +231,8 @@ class ConversionTrainer(LatteTrainer):
         return ((1 - d) * nll + d * kl) / items * self.args.world_size
 
     def loss_parts(self, loss: float) -> dict[str, float]:
-        """The parts of the transfer's loss. Perplexity is logged only for a plain likelihood."""
-        if self.section.objective == "next-token":
-            return {} if self.section.distillation else super().loss_parts(loss)
-        output, mass, passes = self.accelerator.reduce(self._errors, "sum").tolist()
-        self._errors.zero_()
-        return {"output_error": output / passes, "mass_divergence": mass / passes}
+        """Perplexity is logged only for a plain likelihood."""
+        return {} if self.section.distillation else super().loss_parts(loss)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save low-rank updates apart in checkpoints, to resume, and merged in the result."""

@@ -52,7 +52,7 @@ COLUMNS = ("layer", "step", "output_error", "mass_divergence", "window_error", "
 
 @dataclass
 class LayersSection:
-    """Attention transfer layer by layer, from hidden states that are recorded once.
+    """Attention distillation layer by layer, from hidden states that are recorded once.
 
     One step reads `batch_size` rows of `data.block_length` tokens. The base runs over `rows +
     held_out_rows` of them, and over no more, whatever the number of steps.

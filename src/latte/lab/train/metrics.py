@@ -23,8 +23,6 @@ METRICS_FILE = "metrics.jsonl"
 LOSS_PARTS = (
     ("perplexity", "ppl", ".4g"),
     ("bits_per_byte", "bpb", ".3f"),
-    ("output_error", "error", ".4f"),
-    ("mass_divergence", "mass KL", ".4f"),
 )
 
 

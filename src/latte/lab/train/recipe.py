@@ -105,8 +105,7 @@ class ConversionSection(ConversionOptions):
 
     base: str | None = None  # a folder, or a name on the Hub
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the base's weights
-    objective: Literal["next-token", "transfer"] = "next-token"
-    mass_weight: float = 1.0  # weight of KL(m || p(l=0)) in attention transfer
+    mass_weight: float = 1.0  # weight of KL(m || p(l=0)) in the stage `layers`
     distillation: float = 0.0  # share of KL(base || model) over the next token's distribution
     # Probability that a layer's window is hidden in the first step of next tokens. It falls
     # linearly to 0 after the last, so that latents learn to be of use (arXiv 2510.05901).
@@ -190,7 +189,7 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         LatteError: The file is missing or not valid YAML, a key is unknown, or a value has a wrong
             type or is impossible.
     """
-    recipe = check(build(Recipe, read_overridden(path, overrides)))
+    recipe = check(build(Recipe, read_current(path, overrides)))
     recipe.plugins = [located(plugin) for plugin in recipe.plugins]
     return recipe
 
@@ -242,7 +241,38 @@ def located(plugin: str) -> str:
 
 def recipe_from_dict(values: dict[str, Any]) -> Recipe:
     """The inverse of `Recipe.as_dict`, checked."""
-    return check(build(Recipe, values))
+    return check(build(Recipe, current(values, ("next-token", "transfer"))))
+
+
+def current(values: Any, objectives: Sequence[str] = ("next-token",)) -> Any:
+    """A recipe's values without those of earlier versions that change nothing.
+
+    Earlier versions could also distil all layers at once, in a stage `transfer`.
+
+    Args:
+        objectives: The values of `conversion.objective` that are left out.
+    """
+    if not isinstance(values, dict):
+        return values
+    found = {key: value for key, value in values.items() if (key, value) != ("transfer", None)}
+    section = found.get("conversion")
+    if isinstance(section, dict) and section.get("objective") in objectives:
+        found["conversion"] = {key: x for key, x in section.items() if key != "objective"}
+    return found
+
+
+def read_current(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """:func:`read_overridden`, and LatteError for a recipe that asks for the stage `transfer`."""
+    tree: dict[str, Any] = current(read_overridden(path, overrides))
+    section = tree.get("conversion")
+    objective = isinstance(section, dict) and section.get("objective") == "transfer"
+    if "transfer" in tree or objective:
+        raise LatteError(
+            f"{'conversion.objective=' if objective else ''}transfer: the distillation of all"
+            " layers at once was removed; expected a section layers in a recipe of latte convert,"
+            " which fits each layer alone, such as layers: {rows: 60, steps: 100}"
+        )
+    return tree
 
 
 def read_overridden(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -346,10 +376,10 @@ def check(recipe: Recipe) -> Recipe:
                 "training.context_parallel: expected torch_compile=false, since processes exchange"
                 " states within a layer"
             )
-        if conversion.objective == "transfer" or conversion.distillation:
+        if conversion.distillation:
             raise LatteError(
                 "training.context_parallel: the base as a teacher has full attention, which is not"
-                " cut; expected conversion.objective=next-token without distillation"
+                f" cut; expected conversion.distillation=0, got {conversion.distillation}"
             )
         if training.context_parallel > recipe.data.block_length:
             raise LatteError(
@@ -365,20 +395,5 @@ def check(recipe: Recipe) -> Recipe:
         raise LatteError(
             "conversion.distillation takes the base's own weights as its teacher; expected"
             f" conversion.trainable=latents or lora, got {conversion.trainable}"
-        )
-    if conversion.objective == "transfer" and conversion.trainable != "latents":
-        raise LatteError(
-            "conversion.objective=transfer trains the latents alone; expected"
-            f" conversion.trainable=latents, got {conversion.trainable}"
-        )
-    if conversion.objective == "transfer" and training.strategy == "fsdp2":
-        raise LatteError(
-            "training.strategy: attention distillation trains the latents alone, in a copy of the"
-            " model for each process; expected ddp with conversion.objective=transfer, got fsdp2"
-        )
-    if conversion.objective == "transfer" and conversion.window_dropout:
-        raise LatteError(
-            "conversion.window_dropout is of next tokens; expected 0 with"
-            f" conversion.objective=transfer, got {conversion.window_dropout}"
         )
     return recipe

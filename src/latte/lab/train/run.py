@@ -356,7 +356,7 @@ def _announce(recipe: Recipe, model: Any, owner: Claim, steps: int, processes: i
     parameters = sum(p.numel() for p in model.parameters())
     if recipe.conversion.base is not None:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        detail = f" ({recipe.conversion.objective}, {trained / 1e6:.2f}M trained)"
+        detail = f" ({trained / 1e6:.2f}M trained)"
     else:
         detail = "" if recipe.model.architecture else f" ({recipe.model.size})"
     print(

@@ -27,6 +27,7 @@ from typing import IO, Any, Protocol
 from latte.errors import LatteError, one_line
 from latte.lab.data.tokenfile import checksum
 from latte.lab.results import first_difference
+from latte.lab.train.recipe import current
 from latte.models.atomic_files import writable_folder, write_json
 from latte.models.plain_files import read_object
 
@@ -222,6 +223,8 @@ def check_same(
     try:
         found = identity(content)
         stored = {key: found[key] for key in wanted}
+        if "recipe" in stored:
+            stored["recipe"] = current(stored["recipe"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LatteError(f"{file} is damaged ({one_line(error)}); {OTHER_FOLDER}") from None
     difference = first_difference(stored, json.loads(json.dumps(wanted)))

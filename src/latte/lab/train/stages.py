@@ -2,8 +2,7 @@
 
     OUT/
       conversion.json     the recipe: the folder's identity
-      layers/             attention transfer, layer by layer (:mod:`latte.lab.train.layers`)
-      transfer/           attention transfer of all layers together, a run folder
+      layers/             attention distillation, layer by layer (:mod:`latte.lab.train.layers`)
       next-token/         next-token training, a run folder
       config.json, model.safetensors, tokenizer.json ...   the result
 
@@ -33,7 +32,7 @@ from latte.lab.train.typed import build
 from latte.ops.processes import is_first_process
 
 IDENTITY_FILE = "conversion.json"
-STAGES = ("layers", "transfer", "next-token")
+STAGES = ("layers", "next-token")
 
 
 @dataclass
@@ -55,7 +54,6 @@ class ConversionRecipe:
     conversion: ConversionSection = field(default_factory=ConversionSection)
     data: DataSection = field(default_factory=DataSection)
     layers: LayersSection | None = None
-    transfer: TrainingSection | None = None
     training: TrainingSection | None = None
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     plugins: list[str] = field(default_factory=list)  # files or modules, imported first
@@ -66,27 +64,22 @@ class ConversionRecipe:
         start = base
         # The first stage is not the Trainer's: of a run's training it has a placeholder.
         placeholder = None if self.layers is None else TrainingSection(max_steps=1)
-        sections = (placeholder, self.transfer, self.training)
-        for name, section in zip(STAGES, sections, strict=True):
+        for name, section in zip(STAGES, (placeholder, self.training), strict=True):
             if section is None:
                 continue
             conversion = dataclasses.replace(copy.deepcopy(self.conversion), base=start)
-            if name != "next-token":
-                conversion.objective, conversion.trainable = "transfer", "latents"
-                conversion.window_dropout = 0.0
+            if name == "layers":
+                conversion.trainable, conversion.window_dropout = "latents", 0.0
             folder = str(output / name)
-            found[name] = Recipe(
-                conversion=conversion,
-                data=copy.deepcopy(self.data),
-                training=copy.deepcopy(section),
-                output_dir=folder,
-                plugins=self.plugins,
+            found[name] = recipes.check(
+                Recipe(
+                    conversion=conversion,
+                    data=copy.deepcopy(self.data),
+                    training=copy.deepcopy(section),
+                    output_dir=folder,
+                    plugins=self.plugins,
+                )
             )
-            try:
-                recipes.check(found[name])
-            except LatteError as error:
-                own = "transfer" if name == "transfer" else "training"  # the section's name here
-                raise LatteError(str(error).replace("training", own)) from None
             start = folder
         return found
 
@@ -95,14 +88,11 @@ def load_conversion_recipe(
     path: str | Path, overrides: list[str] | tuple[str, ...] = ()
 ) -> ConversionRecipe:
     """Read a conversion's YAML recipe and apply dotted overrides. Raises LatteError."""
-    tree = recipes.read_overridden(path, overrides)
-    found = build(ConversionRecipe, tree)
+    found = build(ConversionRecipe, recipes.read_current(path, overrides))
     if found.conversion.base is not None:
         raise LatteError("conversion.base: expected none in a conversion's recipe; BASE is given")
-    if found.layers is None and found.transfer is None and found.training is None:
-        raise LatteError(
-            "a conversion's recipe needs a layers, transfer or training section, got none"
-        )
+    if found.layers is None and found.training is None:
+        raise LatteError("a conversion's recipe needs a layers or a training section, got none")
     if found.layers is not None:
         own = [f"layers.{name}" for name in dataclasses.asdict(found.layers) if name != "seed"]
         recipes.expect(found, "a number above 0", *own)
@@ -170,10 +160,9 @@ def _identity(values: dict[str, Any]) -> dict[str, Any]:
     del recipe["evaluation"], recipe["data"]["cache_dir"]
     if recipe["layers"] is not None:
         del recipe["layers"]["processes"]
-    trained = [recipe[name] for name in ("transfer", "training") if recipe[name] is not None]
-    for section in trained:
+    if recipe["training"] is not None:
         for key in recipes.REPORTING:
-            del section[key]
+            del recipe["training"][key]
     return found
 
 

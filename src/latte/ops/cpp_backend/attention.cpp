@@ -4,6 +4,8 @@
 #include "expect.h"
 
 #define LATTE_FILE "attention_kernels.h"
+#define LATTE_WALKS "attention_walks.h"
+#define LATTE_ATTENTION Attention
 #define LATTE_FOR_PAIRS
 #include "each_isa.h"
 

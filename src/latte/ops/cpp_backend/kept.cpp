@@ -3,7 +3,9 @@
 #include "kept_op.h"
 #include "expect.h"
 
-#define LATTE_FILE "kept_kernels.h"
+#define LATTE_FILE "attention_kernels.h"
+#define LATTE_WALKS "kept_walks.h"
+#define LATTE_ATTENTION KeptAttention
 #define LATTE_FOR_PAIRS
 #include "each_isa.h"
 
