@@ -88,17 +88,18 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         " `niah_words`) finds facts in long texts, made from the corpus",
         "--limit": "number of documents per task; all, of `niah` 24",
         "--chat-template": "put each prompt into the tokenizer's chat template",
-        "--seed": "seed of the cases of `niah`",
+        "--field": "JSON field or Parquet column of the text; `text`",
+        "--seed": "seed of the cases of `niah`; `0`",
         "--num-fewshot": "number of examples before each question; as the task says",
-        "--batch-size": "number of prompts of tasks in one batch",
+        "--batch-size": "number of prompts of tasks in one batch; `8`",
         "--max-length": "number of tokens of a prompt that the model sees; as its config says, of"
         " `niah` the longest of `--lengths`",
         "--context-parallel": "under torchrun: number of processes that share each window. With 1,"
-        " each process scores windows of its own",
+        " each process scores windows of its own; `1`",
         "--mixing": "of a converted model: `learned` (the model itself), or a control: `window`,"
         " `latents` or `base`",
-        "--segment": "number of tokens read at a time",
-        "--batch-tokens": "number of tokens in one batch",
+        "--segment": "number of tokens read at a time; `1024`",
+        "--batch-tokens": "number of tokens in one batch; `16384`",
         "--bf16": "compute in bfloat16 (autocast)",
         "--output": "folder of the results; `CHECKPOINT/evaluation`, with `-MIXING` if that is"
         " given; of a GGUF file `FILE-evaluation` in the working folder",

@@ -290,7 +290,7 @@ SAID = {
     "evaluate --device tpu7": "tpu7",
     "evaluate --tasks a --limit 0": "--limit: expected at least 1, got 0",
     "evaluate --num-fewshot -1": "--num-fewshot: expected 0 or more",
-    "evaluate --tasks gone.yaml": "gone.yaml",
+    "evaluate alone {run} --tasks gone.yaml": "gone.yaml",
     "evaluate --tasks ,": "expected names separated by commas",
     "evaluate --mixing window": "expected a converted model",
     "evaluate --mixing half": "expected one of learned, window, latents, base, got 'half'",
@@ -298,6 +298,15 @@ SAID = {
         "--context-parallel=2: expected a multiple of 2 processes, got 1",
     "evaluate --context-parallel 0": "expected at least 1",
     "evaluate --context-parallel 2 --tasks x": "not with --tasks",
+    "evaluate alone {run} --tasks x --positions 3": "--positions goes with held-out text, not with",
+    "evaluate alone {run} --tasks x --join": "--join goes with held-out text, not with --tasks",
+    "evaluate alone {run} --tasks x --segment 9": "--segment goes with held-out text, not with",
+    "evaluate alone {run} --tasks x --corpus {text}":
+        "--corpus goes with held-out text, or with --tasks niah",
+    "evaluate alone {run} --tasks x --seed 1": "--seed goes with --tasks niah",
+    "evaluate --chat-template": "--chat-template goes with --tasks",
+    "evaluate --num-fewshot 0": "--num-fewshot goes with --tasks",
+    "evaluate --seed 1": "--seed goes with --tasks niah",
     "compare --presets latte++,latte++": "expected different names",
     "compare --presets latte++,lat": "unknown preset 'lat'",
     "compare model.architecture=llama":
@@ -385,10 +394,12 @@ def cases() -> list[Case]:
 
 
 def _of_options(command: str) -> Iterator[Case]:
-    start, known = START[command], options_of(command)
+    every, known = START[command], options_of(command)
     ranges = OUT_OF_RANGE.get(command, {})
     assert not set(ranges) - set(known), "of an option that is not there"
     for option, action in known.items():
+        # What evaluate starts with are options of a text, which do not go with tasks.
+        start = every[:2] if option == "--tasks" else every
         kind: Any = action.type or str
         kind = kind if kind in (int, float, str) else list
         wrong = WRONG_TYPES.get(kind, ()) if kind is not list or "name" not in str(action.type) \
@@ -405,9 +416,9 @@ def _of_options(command: str) -> Iterator[Case]:
         count = action.nargs if isinstance(action.nargs, int) else 1
         for value in (*wrong, *ranges.get(option, ())):
             yield Case(f"{command} {option} {value!r}", (*start, option, *[value] * count))
-    yield Case(f"{command} --nothing", (*start, "--nothing"))
+    yield Case(f"{command} --nothing", (*every, "--nothing"))
     yield Case(f"{command} alone", (command, "--nothing"))
-    yield Case(f"{command} and one more", (*start, "one-more"))
+    yield Case(f"{command} and one more", (*every, "one-more"))
 
 
 def _of_first_arguments() -> Iterator[Case]:

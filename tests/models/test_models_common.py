@@ -5,6 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from latte.models import PRESETS, LatteCache, LatteForCausalLM
+from tests.conversion import bases
+from tests.models import modeldb
 
 TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}
 
@@ -22,9 +24,19 @@ def padded(ids):
     return mask
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_weights_over_the_past_are_those_of_the_whole(build, tokens, preset):
-    model, ids = build(preset), tokens(2, 11)
+def name(row):
+    return row.name
+
+
+# All of Latte's own rows: presets, and pasts that are divided.
+OWN = pytest.mark.parametrize(
+    "row", [row for row in modeldb.ROWS if row.name.partition(":")[0] not in bases.NAMES], ids=name
+)
+
+
+@OWN
+def test_weights_over_the_past_are_those_of_the_whole(tokens, row):
+    model, ids = row.model(), tokens(2, 11)
     mask, start, rows = padded(ids), 0, []
     cache = LatteCache(model.config)
     with torch.no_grad():
@@ -77,9 +89,9 @@ def test_assisted_decoding_gives_weights(build, tokens, preset):
         torch.testing.assert_close(other.attentions[0], greedy.attentions[0], **TOLERANCE)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_weights_after_taking_tokens_back(build, tokens, preset):
-    model, ids = build(preset), tokens(2, 10)
+@OWN
+def test_weights_after_taking_tokens_back(tokens, row):
+    model, ids = row.model(), tokens(2, 10)
     cache = LatteCache(model.config)
     cache.keep_sources()
     cache.activate_past_recording()

@@ -28,21 +28,30 @@ def evaluate(options: Namespace) -> int:
         raise LatteError("--num-fewshot: expected 0 or more")
     at_least_one(options, "limit", "batch_size", "max_length")
     at_least_one(options, "segment", "batch_tokens", "max_tokens", "context_parallel")
-    if options.tasks is not None and options.context_parallel > 1:
-        raise LatteError("--context-parallel goes with held-out text, not with --tasks")
     from latte.lab.evaluate.evaluation import Evaluation
+    from latte.lab.evaluate.needles import GROUP, expanded
 
+    scored = picked(options, "join", "max_tokens", "segment", "batch_tokens", "positions")
+    scored = given(scored | picked(options, "context_parallel"))
+    asked = picked(options, "limit", "num_fewshot", "batch_size", "max_length", "chat_template")
+    asked, made = given(asked), given(picked(options, "corpus", "field", "lengths"))
+    seed, tasks = given(picked(options, "seed")), options.tasks
+    if tasks is None:
+        goes_with("--tasks", asked)
+        goes_with(f"--tasks {GROUP}", seed)
+    else:
+        goes_with("held-out text, not with --tasks", scored)
+        if not expanded(tasks):
+            goes_with(f"held-out text, or with --tasks {GROUP}", made)
+            goes_with(f"--tasks {GROUP}", seed)
     shared = picked(options, "mixing", "device", "output", "force")
     evaluation = Evaluation.of(options.checkpoint, **shared)
-    if options.tasks is not None:
-        own = picked(options, "limit", "num_fewshot", "batch_size", "max_length", "bf16")
-        own |= picked(options, "corpus", "field", "seed") | {"chat": options.chat_template}
-        own |= {} if options.lengths is None else {"lengths": options.lengths}
-        print(evaluation.on_tasks(options.tasks, **own))
+    if tasks is not None:
+        asked |= {"chat": asked.pop("chat_template", False)}
+        print(evaluation.on_tasks(tasks, bf16=options.bf16, **asked, **made, **seed))
         return 0
-    text = picked(options, "corpus", "field", "join", "max_tokens")
-    scoring = picked(options, "segment", "batch_tokens", "bf16", "positions", "context_parallel")
-    found = evaluation.on_text(options.lengths or [256, 1024, 4096], **text, **scoring)
+    lengths = made.pop("lengths", [256, 1024, 4096])
+    found = evaluation.on_text(lengths, bf16=options.bf16, **made, **scored)
     if found is not None:  # under torchrun only one process prints
         print(found)
     return 0
@@ -286,6 +295,17 @@ def doctor(options: Namespace) -> int:
 def picked(options: Namespace, *names: str) -> dict[str, Any]:
     """The options of these names, as a dictionary."""
     return {name: getattr(options, name) for name in names}
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of these options that were given. They have no default, but for switches."""
+    return {k: value for k, value in options.items() if value is not None and value is not False}
+
+
+def goes_with(what: str, options: dict[str, Any]) -> None:
+    """Refuse options that were given without what they belong to."""
+    for name in options:
+        raise LatteError(f"--{name.replace('_', '-')} goes with {what}")
 
 
 def at_least_one(options: Namespace, *names: str) -> None:

@@ -184,13 +184,13 @@ def _evaluate(command: Any) -> None:
         help="text to score: 'embedded', 'hub:NAME', or files, folders and globs; by default the"
         " held-out text of the run that made the checkpoint",
     )
-    add("--field", default="text", help="JSON field or Parquet column of the text")
+    add("--field", help="JSON field or Parquet column of the text (default: text)")
     add(
         "--lengths",
         type=integers,
         help="context lengths in tokens, 256,1024,4096 by default; of niah 1024,4096",
     )
-    add("--positions", type=integers, default=[], help="positions that divide each window's scores")
+    add("--positions", type=integers, help="positions that divide each window's scores")
     add(
         "--join", action="store_true", help="join all documents, for contexts longer than documents"
     )
@@ -205,8 +205,8 @@ def _evaluate(command: Any) -> None:
     tasks("--limit", type=int, help="number of documents per task; all by default")
     tasks("--num-fewshot", type=int, help="number of examples per question; by default the task's")
     tasks("--chat-template", action="store_true", help="put prompts into the chat template")
-    tasks("--seed", type=int, default=0, help="seed of the cases of niah")
-    tasks("--batch-size", type=int, default=8, help="number of prompts in a batch")
+    tasks("--seed", type=int, help="seed of the cases of niah (default: 0)")
+    tasks("--batch-size", type=int, help="number of prompts in a batch (default: 8)")
     tasks(
         "--max-length",
         type=int,
@@ -215,13 +215,13 @@ def _evaluate(command: Any) -> None:
     add(
         "--context-parallel",
         type=int,
-        default=1,
         metavar="P",
-        help="under torchrun: divide each window among P processes (1: each has its own windows)",
+        help="under torchrun: divide each window among P processes (default: 1, each has its own"
+        " windows)",
     )
     add("--mixing", help="for a converted model: learned, or a control: window, latents or base")
-    add("--segment", type=int, default=1024, help="number of tokens read at a time")
-    add("--batch-tokens", type=int, default=16384, help="number of tokens in a batch")
+    add("--segment", type=int, help="number of tokens read at a time (default: 1024)")
+    add("--batch-tokens", type=int, help="number of tokens in a batch (default: 16384)")
     add("--bf16", action="store_true", help="autocast to bfloat16")
     add("--device", help=DEVICE)
     add(

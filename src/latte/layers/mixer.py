@@ -420,8 +420,8 @@ class Mixer(DenseWeights, InitializedModule):
             latent = LatteState(latent.log_mass, latent.mean)
         if sources is not None:
             k = projected.latent_k if projected.features is None else projected.features[1]
-            mask = context.real(x_BTE)
-            sources = sources.and_then(PastKeys(mask, k, projected.k, projected.log_decay))
+            late = projected.log_decay, projected.scores
+            sources = sources.and_then(PastKeys(context.real(x_BTE), k, projected.k, *late))
         if recorded is not None:
             recorded = recorded.and_then(x_BTE, context.real(x_BTE), context.rotary)
         return after._replace(

@@ -70,12 +70,14 @@ class PastKeys(NamedTuple):
         k: Latent key logits (B, S, H, L), or features phi(k) (B, S, H, F) for linear attention.
         local_k: Keys of the window, after the position encoding, (B, S, G, K).
         log_decay: Log-decay of the latents, (B, S, H, L).
+        scores: Scores of the tokens, of which some stay visible, (B, S, G).
     """
 
     mask: Tensor | None = None
     k: Tensor | None = None
     local_k: Tensor | None = None
     log_decay: Tensor | None = None
+    scores: Tensor | None = None
 
     @property
     def length(self) -> int:

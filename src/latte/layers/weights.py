@@ -126,6 +126,7 @@ def _with_past(x: Tensor, projected: Any, context: Any, past: PastKeys) -> tuple
         k=whole(past.local_k, projected.k),
         sink_q=blank(projected.sink_q),
         log_decay=whole(past.log_decay, projected.log_decay),
+        scores=whole(past.scores, projected.scores),
         features=features,
     )
     mask = whole(past.mask, context.real(x))

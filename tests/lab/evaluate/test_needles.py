@@ -207,6 +207,7 @@ def test_the_command(save_llama, tmp_path, capsys):
         (["--tasks", "niah,hellaswag"], "niah is evaluated by itself, got 'hellaswag' with it"),
         (["--tasks", "niah", "--chat-template"], "chat-template: the tokenizer has none"),
         (["--tasks", "niah", "--max-length", "500"], "max-length: expected at least 4096"),
+        (["--tasks", "niah", "--num-fewshot", "2"], "num-fewshot: niah has no examples, got 2"),
     ):
         assert main([*start, *more]) == 2
         err = capsys.readouterr().err

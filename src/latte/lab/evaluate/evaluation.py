@@ -183,6 +183,8 @@ class Evaluation:
         }
         made = needles.expanded(names)
         if made:
+            if num_fewshot:
+                raise LatteError(f"num-fewshot: niah has no examples, got {num_fewshot}")
             if max_length is not None and max_length < max(lengths):
                 raise LatteError(
                     f"max-length: expected at least {max(lengths)}, the longest of --lengths, so"
