@@ -72,7 +72,11 @@ def ask(
         options: dict[str, Any] = {"depths": depths, "cases": cases, "seed": seed}
         options |= {"segment": segment, "batch_tokens": batch_tokens, "progress": False}
         rows = run_probes(model, material, ["retrieval"], [length], **options)
-        found = {(row.depth, row.metric): (row.value, row.stderr) for row in rows}
+        found = {
+            (row.depth, row.metric): (row.value, row.stderr)
+            for row in rows
+            if row.depth is not None
+        }
     else:
         frame = make_frame(tokenizer, material.start, chat=chat)
         sizes: dict[str, Any] = {"length": length, "depths": depths}
@@ -83,7 +87,7 @@ def ask(
                 model, tokenizer, material, frame, seed, cases, segment, batch_tokens, **sizes
             )
         )
-        scores: dict[tuple[float | None, str], list[float]] = {}
+        scores: dict[tuple[float, str], list[float]] = {}
         with torch.no_grad():
             for depth, metrics in asked:
                 for metric, values in metrics.items():

@@ -32,7 +32,8 @@ class RandomScores(nn.Module):
         """(B, T, G) of inputs (B, T, E)."""
         return torch.rand(*x.shape[:-1], self.groups, generator=self.generator).to(x)
 
-    step = forward
+    def step(self, x_BE: Tensor) -> Tensor:
+        return self.forward(x_BE)
 
 
 class LatestScores(RandomScores):
@@ -40,8 +41,6 @@ class LatestScores(RandomScores):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.new_zeros(*x.shape[:-1], self.groups)
-
-    step = forward
 
 
 class KeyDifference(nn.Module):
