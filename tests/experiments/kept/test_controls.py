@@ -1,9 +1,12 @@
 """Controls of a model with kept tokens: the same weights, and other scores."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from experiments.kept.controls import set_scores
+from experiments.kept.run import scores_in
 from experiments.sides import side
 from latte.conversion import convert
 from latte.errors import LatteError
@@ -38,6 +41,18 @@ def test_the_latest_tokens_are_a_wider_window(folder):
     _, positions = kept(folder, ",scores=latest", cut=17)
     # A block of 2 tokens began at 38, so the window has 35 to 39, and three more are kept.
     assert sorted(set(positions.flatten().tolist()) - {-1}) == list(range(32, 40))
+
+
+def test_scores_of_a_model_are_read_from_its_folder(folder, tmp_path):
+    model, _ = side(f"x={folder}").load()
+    found = scores_in(Path(folder))
+    assert sorted(found) == [0, 1]
+    for index, weights in found.items():
+        own = model.model.layers[index].self_attn.latents.kept_scores.state_dict()
+        assert weights.keys() == own.keys()
+        assert all(torch.equal(weights[name], own[name].float()) for name in own)
+    with pytest.raises(LatteError, match="expected a model with kept tokens"):
+        scores_in(tmp_path)
 
 
 def test_random_tokens_are_kept(folder):
