@@ -2,6 +2,7 @@
 
 NAME=FOLDER                                     a checkpoint, or a base in Hugging Face's format
 NAME=FOLDER,mixing=window,local_window=152      a control: other values of its config's fields
+NAME=FOLDER,scores=random                       a control: tokens are kept by other scores
 NAME#SEED=FOLDER                                one of several conversions of the same name
 """
 
@@ -23,7 +24,8 @@ class Side:
     """A checkpoint and its name in tables.
 
     Attributes:
-        overrides: Fields of its config, and their values.
+        overrides: Fields of its config, and their values; `scores` is one of
+            `experiments.kept.controls`.
         seed: Seed that distinguishes conversions of the same name; "" if there is only one.
     """
 
@@ -35,9 +37,15 @@ class Side:
     def load(self, device: str | None = None, *, dtype: str | None = None) -> tuple[Any, Any]:
         """(model in evaluation mode, tokenizer). Raises LatteError as `load_checkpoint`."""
         fields = dict(self.overrides)
-        return load_checkpoint(
-            self.folder, device, mixing=fields.pop("mixing", None), overrides=fields, dtype=dtype
+        mixing, scores = fields.pop("mixing", None), fields.pop("scores", None)
+        model, tokenizer = load_checkpoint(
+            self.folder, device, mixing=mixing, overrides=fields, dtype=dtype
         )
+        if scores is not None:
+            from experiments.kept.controls import set_scores
+
+            set_scores(model, tokenizer, scores)
+        return model, tokenizer
 
     def fields(self) -> str:
         """The overrides as the command line has them."""

@@ -54,7 +54,8 @@ def state_bytes(model: Any) -> list[Row]:
             parts[name] = parts.get(name, 0) + size_of(getattr(held, name))
         if held.latent is None:  # a layer that has the base's own window
             continue
-        shown = [x[:, :1] for x in (held.window.keys, held.window.values)]
+        exact = held.window if held.kept is None else held.kept
+        shown = [x[:, :1] for x in (exact.keys, exact.values)]
         key += sum(x.numel() * x.element_size() for x in shown)
     found = {name: size for name, size in parts.items() if size}
     found |= {"all": sum(parts.values()), "key": key, "local_window": config.local_window}
@@ -79,12 +80,14 @@ def report(folder: Path, rows: Sequence[Row], *, order: Sequence[str]) -> str:
         cells = [f"{sizes[name]:,}" if name in sizes else "-" for name in parts]
         window, key = sizes["local_window"], sizes["key"]
         held = [sizes.get("latent", 0), sum(sizes.get(name, 0) for name in LATENTS)]
+        if "kept" in sizes:  # among them are the window - 1 keys that the control holds
+            held = [size + sizes["kept"] - (window - 1) * key for size in held]
         equal = [f"{window - (-size // key):,}" if key else "-" for size in held]
         lines.append([model, f"{window:,}", *cells, *equal])
     text = (
         "Bytes of the state, all layers together. An equal window is that of a control,"
         " `mixing=window`, with as many bytes or just more: for the latents' own state, and for"
-        " all that is held for them.\n\n" + table(lines)
+        " all that is held for them; with kept tokens, for these too.\n\n" + table(lines)
     )
     (folder / "memory.md").write_text(text, encoding="utf-8")
     return text

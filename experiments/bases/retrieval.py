@@ -1,12 +1,13 @@
 """Retrieval by length and depth: gain in nats by having been told, and exact passkeys.
 
 * `retrieval`: the secret word of somebody, said at a depth of a long text (`experiments.probes`).
+* `facts`: the same, read less: `experiments.bases.facts`.
 * `passkey`: a number hidden in it, asked for in the chat's form (`experiments.bases.passkey`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.bases.passkey import make_frame, passkey_case, score_passkeys
+from experiments.bases.facts import fact_texts, score_facts
+from experiments.bases.passkey import Frame, make_frame, passkey_case, score_passkeys
 from experiments.bases.reading import TextFiles
 from experiments.bases.results import Row, by_model
 from experiments.probes.questions import Material, make_material
-from experiments.probes.scores import mean_and_error, run_probes
+from experiments.probes.scores import Scores, mean_and_error, run_probes
 from latte.lab.evaluate.plots import canvas, line_style, save
 from latte.lab.evaluate.tables import table
 
-PROBES = ("retrieval", "passkey")
+PROBES = ("retrieval", "facts", "passkey")
 KEY = ("probe", "length", "depth", "metric")
 SETTINGS = ("digest", "start", "dtype", "cases", "probe_seed", "chat")
 VALUES = ("value", "stderr")
@@ -31,6 +33,10 @@ SHOWN = {
     "retrieval": (
         ("gain", "Retrieval: nats a token that having been told saves", ".2f"),
         ("exact", "Retrieval: the greedy answer is the word (share)", ".2f"),
+    ),
+    "facts": (
+        ("gain", "Facts: nats a token that having been told saves", ".2f"),
+        ("exact", "Facts: the greedy answer is the word (share)", ".2f"),
     ),
     "passkey": (("exact", "Passkey: the greedy answer is the number (share)", ".2f"),),
 }
@@ -53,7 +59,7 @@ def ask(
     material: Material,
     probe: str,
     length: int,
-    depth: float,
+    depths: Sequence[float],
     *,
     cases: int,
     seed: int,
@@ -61,32 +67,70 @@ def ask(
     batch_tokens: int,
     chat: bool | None,
 ) -> list[Row]:
-    """The metrics of one length and depth, by the columns of `KEY` and `VALUES`."""
-    where = {"probe": probe, "length": length, "depth": depth}
+    """The metrics of one length, by the columns of `KEY` and `VALUES`."""
     if probe == "retrieval":
-        options: dict[str, Any] = {"depths": [depth], "cases": cases, "seed": seed}
+        options: dict[str, Any] = {"depths": depths, "cases": cases, "seed": seed}
         options |= {"segment": segment, "batch_tokens": batch_tokens, "progress": False}
         rows = run_probes(model, material, ["retrieval"], [length], **options)
-        return [
-            {**where, "metric": row.metric, "value": row.value, "stderr": row.stderr}
+        found = {
+            (row.depth, row.metric): (row.value, row.stderr)
             for row in rows
-        ]
-    frame = make_frame(tokenizer, material.start, chat=chat)
-    scores: dict[str, list[float]] = {}
+            if row.depth is not None
+        }
+    else:
+        frame = make_frame(tokenizer, material.start, chat=chat)
+        sizes: dict[str, Any] = {"length": length, "depths": depths}
+        asked = (
+            all_facts(model, material, seed, cases, segment, **sizes)
+            if probe == "facts"
+            else all_passkeys(
+                model, tokenizer, material, frame, seed, cases, segment, batch_tokens, **sizes
+            )
+        )
+        scores: dict[tuple[float, str], list[float]] = {}
+        with torch.no_grad():
+            for depth, metrics in asked:
+                for metric, values in metrics.items():
+                    scores.setdefault((depth, metric), []).extend(values)
+        found = {cell: mean_and_error(values[:cases]) for cell, values in scores.items()}
+    return [
+        {"probe": probe, "length": length, "depth": f"{depth:g}", "metric": metric}
+        | {"value": value, "stderr": stderr}
+        for (depth, metric), (value, stderr) in found.items()
+    ]
+
+
+def all_facts(
+    model: Any, material: Material, seed: int, cases: int, segment: int, **sizes: Any
+) -> Iterator[tuple[float, Scores]]:
+    """Scores by depth, two cases of each at a time."""
+    for index in range(-(-cases // 2)):
+        pair = fact_texts(material, seed, index, **sizes)
+        yield from score_facts(model, pair, segment).items()
+
+
+def all_passkeys(
+    model: Any,
+    tokenizer: Any,
+    material: Material,
+    frame: Frame,
+    seed: int,
+    cases: int,
+    segment: int,
+    batch_tokens: int,
+    *,
+    length: int,
+    depths: Sequence[float],
+) -> Iterator[tuple[float, Scores]]:
+    """Scores by depth, some cases at a time."""
     size = max(1, batch_tokens // length)
-    with torch.no_grad():
+    for depth in depths:
         for first in range(0, cases, size):
             batch = [
                 passkey_case(tokenizer, material, frame, seed, i, length=length, depth=depth)
                 for i in range(first, min(first + size, cases))
             ]
-            for metric, values in score_passkeys(model, batch, segment).items():
-                scores.setdefault(metric, []).extend(values)
-    found = {metric: mean_and_error(values) for metric, values in scores.items()}
-    return [
-        {**where, "metric": metric, "value": value, "stderr": stderr}
-        for metric, (value, stderr) in found.items()
-    ]
+            yield depth, score_passkeys(model, batch, segment)
 
 
 def report(folder: Path, rows: Sequence[Row], *, order: Sequence[str]) -> str:

@@ -76,7 +76,8 @@ def parser() -> argparse.ArgumentParser:
 
     add = command(retrieval, "Retrieval by gain in nats, and exact passkeys, by length and depth.")
     reads(add, several=False)
-    add("--probes", type=names, default=["retrieval", "passkey"], help="one or both of them")
+    add("--probes", type=names, default=["retrieval", "passkey"],
+        help="some of retrieval, facts (as retrieval, several a text) and passkey")  # fmt: skip
     add("--lengths", type=integers, default=DOUBLING[:6], help="context lengths in tokens")
     add("--depths", type=depths, default=[0.1, 0.5, 0.9], help="0 (start) to 1 (end)")
     add("--cases", type=int, default=8, help="questions per length and depth (%(default)s)")
@@ -194,7 +195,7 @@ def retrieval(options: argparse.Namespace) -> None:
 
     for name in options.probes:
         if name not in measure.PROBES:
-            expected = " and ".join(measure.PROBES)
+            expected = ", ".join(measure.PROBES)
             raise LatteError(f"--probes: expected some of {expected}, got {name!r}")
     work = Work(options, "retrieval.csv", measure)
     chat = {"auto": None, "yes": True, "no": False}[options.chat]
@@ -211,28 +212,34 @@ def retrieval(options: argparse.Namespace) -> None:
             if reach is not None and length > reach:
                 continue
             for probe in options.probes:
-                for depth in options.depths:
-                    where = {"probe": probe, "length": length, "depth": f"{depth:g}"}
-                    if work.results.of(side, **where):
-                        continue
+                where = {"probe": probe, "length": length}
+                due = [
+                    depth
+                    for depth in options.depths
+                    if not work.results.of(side, **where, depth=f"{depth:g}")
+                ]
+                # The depths of `facts` are in one text.
+                together = [due] if due and probe == "facts" else [[depth] for depth in due]
+                for depths in together:
                     rows = measure.ask(
                         model,
                         tokenizer,
                         material,
                         probe,
                         length,
-                        depth,
+                        depths,
                         cases=options.cases,
                         seed=options.seed,
                         segment=segment_of(model, options.segment),
                         batch_tokens=options.batch_tokens,
                         chat=chat,
                     )
-                    work.results.add([{**row, **where} for row in rows], fixed, model.device)
-                    shown = {row["metric"]: row["value"] for row in rows}
-                    name = "gain" if probe == "retrieval" else "exact"
-                    said = f"{probe} at {length:,}, depth {depth:g}: {name} {shown[name]:.3f}"
-                    work.say(side, said)
+                    work.results.add(rows, fixed, model.device)
+                    name = "exact" if probe == "passkey" else "gain"
+                    for row in rows:
+                        if row["metric"] == name:
+                            said = f"{probe} at {length:,}, depth {row['depth']}: {name}"
+                            work.say(side, f"{said} {row['value']:.3f}")
 
     work.each_side(score)
     print(measure.report(work.folder, work.latest(), order=work.order))

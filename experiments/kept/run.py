@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -39,11 +41,11 @@ from latte.conversion.kept_scores import (
 from latte.conversion.pretrained import load_tokenizer
 from latte.errors import LatteError
 from latte.lab.command_line import OneLineParser, exit_code
+from latte.lab.evaluate.checkpoint import weight_files
 from latte.layers.kept_scores import KeptScores
 
-BLOCK = 64
 TEXTS, TOKENS = 20, 6000  # of a corpus: so many texts, the second half of the first tokens
-PLAIN = ("none", "full", "random", "keydiff", "oracle")  # need no weights
+PLAIN = ("none", "full", "random", "latest", "keydiff", "oracle")  # need no weights
 QUESTIONS = (Path(__file__).parent / "questions.txt").read_text(encoding="utf-8").splitlines()
 SHARES = (
     "task",
@@ -68,12 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("base", help="a folder, or a GGUF file")
     add("--text", action="append", default=[], help="NAME=FILES[,join=true]; may be repeated")
     add("--output", type=Path, default=Path("runs/kept"), help="folder of tables and recorded rows")
-    add("--weights", type=Path, help="file of fitted scores")
+    add("--weights", type=Path, help="file of fitted scores, or the folder of a converted model")
     add("--rows", type=int, default=32, help="to fit on")
     add("--length", type=int, default=2048, help="tokens of a row or case")
     add("--scores", type=names, default=["fitted"], help=f"some of {', '.join(PLAIN)}, or any name"
         " for the scores in --weights")  # fmt: skip
     add("--kept", type=integers, default=[64, 128], help="sources a layer and key group")
+    add("--window", type=int, default=128, help="in the layers of full attention (%(default)s)")
+    add("--block", type=int, default=64, help="tokens between two choices (%(default)s)")
     add("--tasks", type=names, default=["passkey"], help="passkey, word, fact")
     add("--cases", type=int, default=8, help="even ones have depth 0.1, odd ones 0.5")
     add("--oracle-layers", type=names, default=[], help="layers that choose as the oracle does")
@@ -89,7 +93,7 @@ def opened(options: argparse.Namespace) -> tuple[Any, Any, Material]:
     """(model, tokenizer, what rows are made of). The model's latents are not used."""
     if not options.text:
         raise LatteError("--text: expected NAME=FILES")
-    shape: dict[str, Any] = {"window": 128, "num_sinks": 4, "initial": "random"}
+    shape: dict[str, Any] = {"window": options.window, "num_sinks": 4, "initial": "random"}
     model = convert(options.base, None, dtype="float32", **shape)
     tokenizer = load_tokenizer(options.base)
     start, parts = start_token(tokenizer), []
@@ -107,7 +111,7 @@ def fit(options: argparse.Namespace) -> None:
     text, sizes = torch.from_numpy(material.text), (options.rows, options.length)
     rows = kept_rows(tokenizer, text, *sizes, seed=options.seed)
     found = fit_kept_scores(
-        model, rows, options.output / "fit", block=BLOCK, seed=options.seed,
+        model, rows, options.output / "fit", block=options.block, seed=options.seed,
         on_row=lambda done: print(f"{done} rows", flush=True),
         on_layer=lambda done: print(f"{done} layers", flush=True),
     )  # fmt: skip
@@ -118,14 +122,14 @@ class Scorer:
     """The score of a name; `oracle`: (G, S) of each layer, what later queries want."""
 
     def __init__(self, name: str, options: argparse.Namespace, oracle: dict[int, Tensor]) -> None:
-        self.name, self.oracle = name, oracle
+        self.name, self.oracle, self.block = name, oracle, options.block
         self.layers = {int(layer) for layer in options.oracle_layers}
         self.fitted: dict[int, KeptScores] = {}
         if name in PLAIN:
             return
         if options.weights is None:
             raise LatteError(f"--scores: {name} needs --weights")
-        for index, weights in read_kept_scores(options.weights).items():
+        for index, weights in scores_in(options.weights).items():
             groups, width = weights["down.weight"].shape
             self.fitted[index] = KeptScores(weights["up.weight"].shape[1], groups, width)
             self.fitted[index].load_state_dict(weights)
@@ -138,11 +142,28 @@ class Scorer:
             score = self.oracle[index]
             return torch.nn.functional.pad(score, (0, length - score.shape[1]))
         if self.name == "keydiff":
-            return key_difference(layer, x_BTE, BLOCK)
+            return key_difference(layer, x_BTE, self.block)
         if self.fitted:
             return self.fitted[index](x_BTE)[0].mT
         groups = layer.k_proj.out_features // layer.head_dim
+        if self.name == "latest":  # of equal scores the later ones are kept
+            return x_BTE.new_zeros(groups, length)
         return torch.rand(groups, length, generator=torch.Generator().manual_seed(index))
+
+
+def scores_in(path: Path) -> dict[int, dict[str, Tensor]]:
+    """The weights of each layer's scores, of a file of `fit` or a converted model's folder."""
+    if not path.is_dir():
+        return read_kept_scores(path)
+    found: dict[int, dict[str, Tensor]] = {}
+    for file in weight_files(path):
+        with safe_open(str(file), "pt") as tensors:
+            for name in tensors.keys():
+                if own := re.search(r"layers\.(\d+)\.self_attn\.latents\.kept_scores\.(.+)", name):
+                    found.setdefault(int(own[1]), {})[own[2]] = tensors.get_tensor(name).float()
+    if not found:
+        raise LatteError(f"--weights: expected a model with kept tokens, {path} has none")
+    return found
 
 
 # ---- cases
@@ -210,12 +231,12 @@ def read(model: Any, case: Case, attend: Any) -> Tensor:
     return found.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
-def wishes(model: Any, case: Case) -> dict[int, Tensor]:
+def wishes(model: Any, case: Case, block: int) -> dict[int, Tensor]:
     """What the base's later queries want of each source (G, S), by layer."""
     found: dict[int, Tensor] = {}
 
     def attend(layer: Any, x_BTE: Tensor, near: Any, context: Any) -> Tensor:
-        found[layer.layer_idx] = wanted(layer, near, BLOCK, len(case.ids))[0]
+        found[layer.layer_idx] = wanted(layer, near, block, len(case.ids))[0]
         return base_output(layer, near, context)
 
     read(model, case, attend)
@@ -238,7 +259,7 @@ def ask(options: argparse.Namespace) -> None:
                 if tuple(map(str, place.values())) in there:
                     continue
                 if (name == "oracle" or options.oracle_layers) and not oracle:
-                    oracle = wishes(model, case)
+                    oracle = wishes(model, case, options.block)
                 scorer = Scorer(name, options, oracle)
 
                 def attend(
@@ -247,7 +268,8 @@ def ask(options: argparse.Namespace) -> None:
                 ) -> Tensor:  # fmt: skip
                     if scorer.name == "full":
                         return base_output(layer, near, context)
-                    return kept_attention(layer, near, scorer(layer, x_BTE), kept, BLOCK)
+                    score = scorer(layer, x_BTE)
+                    return kept_attention(layer, near, score, kept, options.block)
 
                 row = {**place, **answered(model, case, read(model, case, attend))}
                 append(file, [row])
@@ -273,7 +295,7 @@ def share(options: argparse.Namespace) -> None:
     model, tokenizer, material = opened(options)
     sums: dict[tuple[Any, ...], Tensor] = {}
     for case in cases(options, tokenizer, material):
-        oracle = wishes(model, case)
+        oracle = wishes(model, case, options.block)
         scorers = {name: Scorer(name, options, oracle) for name in options.scores}
 
         def attend(
@@ -281,22 +303,24 @@ def share(options: argparse.Namespace) -> None:
             case: Case = case, scorers: dict[str, Scorer] = scorers,
         ) -> Tensor:  # fmt: skip
             (q, k, _), T = grouped(layer, near), len(case.ids)
-            far = torch.zeros(T // BLOCK + 1, 2, len(k), T)  # attention of all, and of the answer
-            for first, stop, left in blocks(layer, BLOCK, T):
+            far = torch.zeros(
+                T // options.block + 1, 2, len(k), T
+            )  # attention of all, and of the answer
+            for first, stop, left in blocks(layer, options.block, T):
                 later = torch.arange(stop) > torch.arange(first, stop)[:, None]
                 logits = (q[:, :, first:stop] @ k[:, None, :stop].mT).masked_fill(later, -torch.inf)
                 given = logits.softmax(-1)[..., :left].mean(1)  # (G, C, S)
                 given[..., : layer.num_sinks] = 0
                 asks = torch.arange(first, stop) >= T - case.answer - 1
-                far[first // BLOCK, 0, :, :left] = given.sum(1) / T
-                far[first // BLOCK, 1, :, :left] = given[:, asks].sum(1) / case.answer
+                far[first // options.block, 0, :, :left] = given.sum(1) / T
+                far[first // options.block, 1, :, :left] = given[:, asks].sum(1) / case.answer
             for name, scorer in scorers.items():
                 score = scorer(layer, x_BTE)
                 for count in options.kept:
                     caught = torch.zeros(2)
-                    for first, _, _, kept in kept_sets(layer, score, count, BLOCK):
+                    for first, _, _, kept in kept_sets(layer, score, count, options.block):
                         index = kept.expand(2, -1, -1)
-                        caught += far[first // BLOCK].gather(2, index).sum(2).mean(1)
+                        caught += far[first // options.block].gather(2, index).sum(2).mean(1)
                     both = torch.cat([far.sum((0, 3)).mean(1), caught])
                     for where in (layer.layer_idx, "mean"):
                         cell = (case.place["task"], T, name, count, where)
@@ -305,9 +329,9 @@ def share(options: argparse.Namespace) -> None:
 
         read(model, case, attend)
         print(*case.place.values(), flush=True)
-    found = []
+    found, layers = [], len({cell[-1] for cell in sums} - {"mean"})
     for cell, mass in sums.items():
-        far = mass[:2] / options.cases / (model.config.num_hidden_layers if "mean" in cell else 1)
+        far = mass[:2] / options.cases / (layers if "mean" in cell else 1)
         values = [round(float(x), 3) for x in (*far, *mass[2:] / mass[:2])]
         found.append(dict(zip(SHARES, (*cell, *values), strict=True)))
     append(options.output / "kept_share.csv", found)

@@ -17,7 +17,7 @@ CHAT = (
 @pytest.fixture(scope="session")
 def folders(save_llama, tmp_path_factory):
     """`base` in Hugging Face's format and `converted`, with window 8, two sinks, delayed latents;
-    `texts`: five of some 300 tokens, one of 40.
+    `kept`, the same with 4 and 6 kept tokens; `texts`: five of some 300 tokens, one of 40.
     """
     where = tmp_path_factory.mktemp("bases")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
@@ -28,12 +28,14 @@ def folders(save_llama, tmp_path_factory):
     tokenizer.save_pretrained(where / "base")
     shape = {"window": 8, "num_latents": 8, "num_sinks": 2, "delay_latents": True}
     convert(where / "base", where / "converted", latent_input="none", **shape)
+    kept = {"kept_tokens": [4, 6], "kept_block": 4, "joint_softmax": True}
+    convert(where / "base", where / "kept", **shape, **kept)
     choose = random.Random(0)
     words = ["ship", "the", "of", "sea", "captain", "a", "night", "letter", "and", "lamp"]
     with open(where / "texts.jsonl", "w", encoding="utf-8") as file:
         for count in (70, 70, 70, 8, 70, 70):
             file.write(json.dumps({"text": " ".join(choose.choices(words, k=count))}) + "\n")
-    return {name: str(where / name) for name in ("base", "converted")} | {
+    return {name: str(where / name) for name in ("base", "converted", "kept")} | {
         "texts": str(where / "texts.jsonl")
     }
 

@@ -27,5 +27,19 @@ def test_a_window_with_as_many_bytes(folders, measure, capsys):
         wanted = sum(sizes[part] for part in parts)
         room = sizes["key"] + 2 * 2 * (window - 8)
         assert extra == pytest.approx(wanted, abs=room)
+
+
+def test_a_window_with_as_many_bytes_as_kept_tokens(folders, measure):
+    ours = f"converted={folders['kept']}"
+    folder = measure("memory", models=[ours])
+    sizes = {row["part"]: int(row["bytes"]) for row in read_rows(folder / "memory.csv")}
+    assert sizes["all"] == bytes_of(ours) and sizes["kept"] > 8 * sizes["key"]
+    line = [x for x in (folder / "memory.md").read_text().splitlines() if "converted" in x][0]
+    window = int(line.strip("| ").split(" | ")[-1])
+    found = bytes_of(f"{ours},mixing=window,kept_tokens=0,local_window={window}")
+    assert 0 <= found - sizes["all"] <= sizes["key"] + 2 * 2 * window  # masks: a byte a key
+
+
+def test_bytes_are_of_a_converted_model(folders, measure, capsys):
     measure("memory", models=[f"base={folders['base']}"], code=2)
     assert "expected a converted model" in capsys.readouterr().err

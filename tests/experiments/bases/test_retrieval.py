@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.bases import passkey
+from experiments.bases import facts, passkey
 from experiments.bases.results import read_rows
 from experiments.probes.questions import make_material
 from experiments.sides import side
@@ -64,11 +64,59 @@ def test_an_exact_answer_is_the_greedy_one(folders, material):
     assert scores["nll"][1] < min(scores["nll"][0], scores["nll"][2])
 
 
-def test_both_probes_of_several_models(folders, measure):
+def test_a_pair_of_texts_with_facts(material):
+    depths = [0.1, 0.5]
+    pair = facts.fact_texts(material, 3, 5, length=900, depths=depths)
+    longest = max(map(len, pair.questions.values()))
+    assert pair.texts.shape == (2, 900 - longest - pair.words[0.1].shape[1])
+    said = [byte_tokenizer().decode(ids[1:]) for ids in pair.texts]
+    for depth in depths:
+        question = byte_tokenizer().decode(pair.questions[depth])
+        words = [byte_tokenizer().decode(ids) for ids in pair.words[depth]]
+        assert words[0] != words[1]
+        for text, word in zip(said, words, strict=True):
+            assert text.count(question) == 1
+            before, _, after = text.partition(question)
+            assert after.startswith(f"{word}.\n")
+            assert len(before) / len(text) == pytest.approx(depth, abs=0.1)
+    assert said[0].count("The secret word of") == 4
+    # The two texts differ in the words that are asked for, and in nothing else.
+    same = [text for text in said]
+    for depth in depths:
+        words = [byte_tokenizer().decode(ids) for ids in pair.words[depth]]
+        same = [text.replace(f"is{word}.", "is.") for text, word in zip(same, words, strict=True)]
+    assert same[0] == same[1]
+    with pytest.raises(LatteError, match="have room for -?[0-9]+ tokens"):
+        facts.fact_texts(material, 3, 5, length=90, depths=depths)
+
+
+def test_facts_are_scored_as_if_each_text_was_read_alone(folders, material):
+    model, _ = side(f"x={folders['converted']}").load()
+    pair = facts.fact_texts(material, 0, 1, length=500, depths=[0.2, 0.9])
+    with torch.no_grad():
+        found = facts.score_facts(model, pair, 128)
+        for depth, question in pair.questions.items():
+            for text in range(2):
+                nll = []
+                for which in (text, 1 - text):
+                    word = pair.words[depth][which]
+                    ids = np.concatenate([pair.texts[text], question, word])
+                    logits = model(torch.from_numpy(ids)[None]).logits[0, -len(word) - 1 : -1]
+                    right = torch.from_numpy(word)[:, None]
+                    nll.append(-float(logits.log_softmax(-1).gather(1, right).mean()))
+                told, unseen = nll
+                assert found[depth]["nll"][text] == pytest.approx(told, rel=1e-4)
+                assert found[depth]["nll_unseen"][1 - text] == pytest.approx(unseen, rel=1e-4)
+            gains = zip(found[depth]["nll_unseen"], found[depth]["nll"], strict=True)
+            assert found[depth]["gain"] == pytest.approx([a - b for a, b in gains])
+
+
+def test_the_probes_of_several_models(folders, measure):
     from experiments.bases import retrieval
 
     given = ("--text", f"tales={folders['texts']}", "--lengths", "400,500", "--depths", "0,1")
     given = (*given, "--cases", "2", "--segment", "128", "--base-max", "450")
+    given = (*given, "--probes", ",".join(retrieval.PROBES))
     folder = measure("retrieval", *given)
     rows = read_rows(folder / "retrieval.csv")
     cells = {(r["model"], r["probe"], r["length"]) for r in rows if r["metric"] == "exact"}
