@@ -82,6 +82,10 @@ class StepContext:
             steps = [1] * len(self.phases) if self.real is None else self.real.tolist()
             pairs = zip(self.phases, steps, strict=True)
             self.phases = [(phase + step) % self.block for phase, step in pairs]
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what belongs to one token."""
         self.real, self.plan = None, UNPLANNED
 
 

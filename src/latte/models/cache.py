@@ -288,6 +288,7 @@ class LatteCache(Cache):
         self.step: StepContext | None = None  # set while a single token is read
         self.unfinished = False  # whether a forward has changed some layers, and not all
         self.model: _Reader | None = None  # the model that fills this cache
+        self.captured: Any = None  # what replays its steps in `generate`, if they are captured
         for layer in self.layers:
             layer.is_compileable = self.is_static
 
@@ -372,6 +373,21 @@ class LatteCache(Cache):
             self.step = None
         elif self.is_static:
             self._fill_buffers(masked=True)
+
+    def forget_step(self) -> None:
+        """Be as before the step that was begun, of which nothing was computed."""
+        self.unfinished, self.step = False, None
+        for layer in self.layers:
+            if layer.buffers is not None:
+                layer.buffers.step_context.forget()
+
+    def become_dynamic(self) -> None:
+        """Turn a static cache into a dynamic one, with the states that it has."""
+        self.captured, self.max_cache_len, self.is_static = None, None, False
+        for layer in self.layers:
+            layer.is_compileable = False
+            if not layer.is_written_in_place:
+                layer.buffers = None
 
     def _ready(self, masked: bool) -> bool:
         """Whether buffers hold all states and have room for one more token."""

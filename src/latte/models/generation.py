@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
 from transformers.generation import GenerationMixin
 
 from latte.errors import LatteError
+from latte.models import captured
 from latte.models.cache import LatteCache
 from latte.models.cache_name import CACHE_NAME, one_cache
 from latte.models.inputs import check_mask_shape
@@ -54,10 +56,47 @@ class StateGenerationMixin(GenerationMixin):
                 self._most_tokens,
             )
             room = self._most_tokens
+        step = self._captured_step(generation_config, mode, max_cache_length)
+        if step is not None:
+            room = max_cache_length
         cache = LatteCache(self.config, offloading=kind == "offloaded", max_cache_len=room)
+        cache.captured = step
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs[CACHE_NAME] = cache
+
+    def _captured_step(self, settings: Any, mode: Any, length: int) -> captured.CapturedStep | None:
+        """What captures the steps of ``generate``, if it is to be done."""
+        new = settings.max_new_tokens or length
+        reason = captured.why_not(self, settings, str(getattr(mode, "value", mode)), new)
+        if reason:
+            captured.refuse(reason)
+        return captured.CapturedStep() if reason is None else None
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], settings: Any) -> bool:
+        """Whether ``generate`` asks :meth:`get_compiled_call` for its steps."""
+        if not settings.disable_compile and _captured(model_kwargs) is not None:
+            return True
+        return super()._valid_auto_compile_criteria(model_kwargs, settings)  # type: ignore[misc, no-any-return]
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        """The step that is captured, where the cache has one; else the compiled forward."""
+        compiled = super().get_compiled_call  # type: ignore[misc]
+        compiled = functools.cache(functools.partial(compiled, compile_config))
+
+        def call(**inputs: Any) -> Any:
+            step = _captured(inputs)
+            return compiled()(**inputs) if step is None else step(self, inputs)
+
+        return call
+
+    def _sample(self, *args: Any, **model_kwargs: Any) -> Any:
+        """Search or sample. A cache whose steps were captured is a dynamic one afterwards."""
+        try:
+            return super()._sample(*args, **model_kwargs)  # type: ignore[misc]
+        finally:
+            if _captured(model_kwargs) is not None:
+                model_kwargs[CACHE_NAME].become_dynamic()
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self,
@@ -114,3 +153,7 @@ class StateGenerationMixin(GenerationMixin):
             past = 0 if cache is None else cache.get_seq_length()
             check_mask_shape(attention_mask, B, past, T)
         return attention_mask[:, -T:]
+
+
+def _captured(model_kwargs: dict[str, Any]) -> captured.CapturedStep | None:
+    return getattr(model_kwargs.get(CACHE_NAME), "captured", None)

@@ -159,10 +159,8 @@ def differentiable_op(
 
     def differentiate(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors, numbers = ctx.saved_tensors, ctx.numbers
-        grads = [
-            torch.zeros(shape, dtype=dtype, device=device) if dy is None else dy
-            for dy, (shape, dtype, device) in zip(given, ctx.like, strict=False)
-        ]
+        missing = iter(_zeros([x for dy, x in zip(given, ctx.like, strict=False) if dy is None]))
+        grads = [next(missing) if dy is None else dy for dy in given[: len(ctx.like)]]
         every: list[Tensor | None] = [None] * len(fields)
         check_first_order(f"latte::{name}")
         for i, dx in zip(wanted, backward_op(*grads, *tensors, *numbers), strict=True):
@@ -183,6 +181,16 @@ def check_first_order(op: str) -> None:
         raise NotImplementedError(
             f'{op} has no second derivatives (create_graph=True); backend="reference" has them'
         )
+
+
+def _zeros(like: Sequence[tuple[torch.Size, torch.dtype, torch.device]]) -> list[Tensor]:
+    """Zeros of these shapes, dtypes and devices: in one launch if they are of one kind."""
+    if len({x[1:] for x in like}) != 1:
+        return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in like]
+    shapes, (_, dtype, device) = [x[0] for x in like], like[0]
+    flat = torch.zeros(sum(x.numel() for x in shapes), dtype=dtype, device=device)
+    parts = flat.split([x.numel() for x in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _types(arguments: type[Any]) -> dict[str, str]:

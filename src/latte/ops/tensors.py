@@ -46,7 +46,16 @@ def on_cpu(x: Tensor, or_gpu: bool = False) -> bool:
     have: forward mode and the transforms of ``torch.func``. ``or_gpu``: a CUDA device will do too.
     """
     kind = x.device.type
-    if kind != "cpu" and not (or_gpu and kind == "cuda") or torch.compiler.is_compiling():
+    return (kind == "cpu" or or_gpu and kind == "cuda") and _one_by_one()
+
+
+def on_gpu(x: Tensor) -> bool:
+    """As :func:`on_cpu`, of a CUDA device, where every launch takes the host's time."""
+    return x.device.type == "cuda" and _one_by_one()
+
+
+def _one_by_one() -> bool:
+    if torch.compiler.is_compiling():
         return False
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     return not transformed and forward_ad._current_level < 0

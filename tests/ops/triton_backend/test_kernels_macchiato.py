@@ -80,10 +80,11 @@ def test_what_cannot_be_served_is_told():
 
 
 def test_nothing_is_saved_between_chunks(monkeypatch):
-    """One segment: the inputs and the final mean alone. Several: one state for each."""
+    """One segment: the inputs and the final mean, and two zeros. Several: one state for each."""
     inputs = fp32_inputs(1, 60, 2, 1)
     options = (*[None] * 16, 16, 0.4, 0.0, True, False)
-    assert all(x.numel() == 0 for x in macchiato_op(*inputs, *options)[4:])
-    monkeypatch.setattr(segments, "SHORTEST", 2)
-    *between, falls = macchiato_op(*inputs, *options)[5:]
-    assert [x.shape[0] for x in between] == [2, 2, 2, 1, 1] and falls.numel() == 0
+    for shortest, cut in ((segments.SHORTEST, False), (2, True)):
+        monkeypatch.setattr(segments, "SHORTEST", shortest)
+        *between, falls = macchiato_op(*inputs, *options)[5:]
+        assert [x.shape[0] for x in between] == [2, 2, 2, 1, 1] and falls.numel() == 0
+        assert any(x.any() for x in between) == cut

@@ -71,10 +71,12 @@ def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """The rotation by the angles times ``sign``, without intermediates."""
-    out, K = torch.empty(x.shape, dtype=cos.dtype, device=x.device), cos.shape[-1]
-    first, second = x[..., :K], x[..., K:]
-    torch.mul(first, cos, out=out[..., :K]).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out[..., K:]).addcmul_(first, sin, value=sign)
+    out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
+    split = (*x.shape[:-1], 2, cos.shape[-1])
+    halves, turned = x.view(split), out.view(split)
+    torch.mul(halves, cos[..., None, :], out=turned)
+    turned[..., 0, :].addcmul_(halves[..., 1, :], sin, value=-sign)
+    turned[..., 1, :].addcmul_(halves[..., 0, :], sin, value=sign)
     return out.to(x.dtype)
 
 

@@ -253,7 +253,8 @@ def _tile_gradients(
         **decays(log_decay),
         **pointers,
     )
-    dmean_0.copy_(starts[0])
+    if earlier[1] is not None:
+        dmean_0.copy_(starts[0])
     return starts[1], c
 
 

@@ -100,7 +100,7 @@ class Parts(NamedTuple):
 def count_parts(B: int, T: int, C: int, cu_seqlens: Tensor | None, at_least: int = 0) -> int:
     """Upper limit of the number of parts of C tokens, from shapes alone."""
     if cu_seqlens is None:
-        return B * max(at_least, -(-T // C))
+        return B * torch.sym_max(at_least, -(-T // C))
     return T // C + count_sequences(B, cu_seqlens)
 
 
@@ -108,12 +108,15 @@ def segment_length(B: int, T: int, heads: int, C: int, packed: bool) -> int:
     """Number of tokens of a segment, a multiple of C. ``heads`` counts each tile of D.
 
     Packed sequences may have any lengths. They are cut as one sequence of T tokens would be.
+    A graph for any length asks too. So no sizes are compared: the other answer would need another
+    graph.
     """
-    chunks = max(1, -(-T // C))
-    if not packed and B * heads >= ENOUGH:
-        return chunks * C
-    cuts = -(-WANTED // (B * heads))
-    return min(chunks, max(SHORTEST, -(-chunks // cuts))) * C
+    chunks, rows = torch.sym_max(1, -(-T // C)), B * heads
+    cuts = -(-WANTED // rows)
+    if not packed:
+        few = 1 - torch.sym_min(1, rows // ENOUGH)  # 0 if rows alone are enough
+        cuts = 1 + few * (cuts - 1)
+    return torch.sym_min(chunks, torch.sym_max(SHORTEST, -(-chunks // cuts))) * C
 
 
 def length_for(k: Tensor, D: int, walk: Walk, cu_seqlens: Tensor | None) -> int:
@@ -241,17 +244,17 @@ def between_segments(
 ) -> Between:
     """Empty fp32 buffers: (top, mass, mean) before each segment, final (top, mass).
 
-    They have no entries if no sequence is cut, because they are not needed then. Only shapes are
-    read. ``forgets`` adds one more, (M, H, L), for the total log-decay of each segment. ``K`` is
-    that of :func:`latte.ops.triton_backend.launch.walking`.
+    Those of segments have two entries if no sequence is cut, because they are not needed then.
+    Only shapes are read. ``forgets`` adds one more, (M, H, L), for the total log-decay of each
+    segment. ``K`` is that of :func:`latte.ops.triton_backend.launch.walking`.
     """
     B, T = k.shape[:2]
     walk = walking(k.shape[-1], D, k.dtype, capability(k.device), forgets, K)
     length = length_for(k, D, walk, cu_seqlens)
-    M, N = 0, 0
-    if length < T:
-        M, N = count_parts(B, T, length, cu_seqlens), count_sequences(B, cu_seqlens)
-    found = state_buffers(k, D, M, N)
+    cut = torch.sym_min(1, (T - 1) // length)  # 0 if not: without a branch, as in `segment_length`
+    # Without a cut two entries that are not used: a graph would be made for sizes of 0 and of 1.
+    M = torch.sym_max(2, cut * count_parts(B, T, length, cu_seqlens))
+    found = state_buffers(k, D, M, count_sequences(B, cu_seqlens))
     return (*found, torch.empty_like(found[0])) if forgets else found
 
 
@@ -285,6 +288,7 @@ def states_before(
     between = between_segments(k, run.D, cu_seqlens, log_decay is not None, run.K)
     initial = contiguous(*earlier)
     if not run.cut:
+        torch._foreach_zero_(between)
         return between, (None, None, None, *initial), finals
     forgetting = () if log_decay is None else (log_decay, between[5])
     scan_segments(run, k, v, mask, initial, between[:3], (*between[3:5], *finals), R, *forgetting)
