@@ -6,14 +6,17 @@ measured; --resume measures the others alone, --only some parts:
 
 * ``tokens``: time of a token at growing contexts, of both programs in turns, and of reading the
   weights once (``experiments.benchmarks.generation``); seconds of reading the whole context, the
-  cache's bytes;
-* ``memory``: what is resident in a process of its own that has read 1,024 tokens and generates;
+  cache's bytes. Most of the time of this part is llama.cpp's reading of the longest context;
+* ``memory``: what is resident in a process of its own that has read a context and generates, and
+  what of it was there before the model (PyTorch and other packages);
 * ``quality``: perplexity over held-out tokens, and the KL divergence from the weights of the same
-  file in fp32, of the base's own attention (nothing of the conversion is in it);
-* ``clients``: tokens a second of 1, 4 and 8 clients of `latte serve` and of
-  ``python -m llama_cpp.server``.
+  file in fp32, of the base's own attention (nothing of the conversion is in it). Sums are kept
+  every 2,048 tokens, where --resume goes on;
+* ``clients``: tokens a second of 1, 4 and 8 clients of `latte serve`, and of llama.cpp behind the
+  server of ``experiments.benchmarks.llama_cpp``.
 
-llama-cpp-python must be installed (with its server for ``clients``). With one thread:
+At the end, and alone with --report, the tables are printed in Markdown. llama-cpp-python must be
+installed. With one thread:
 
     OMP_NUM_THREADS=1 python -m experiments.benchmarks.quantised FILE.gguf TEXT [--only quality]
 """
@@ -25,13 +28,13 @@ import functools
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.benchmarks import generation
+from experiments.benchmarks import generation, llama_cpp
 from experiments.benchmarks.llama_cpp import LlamaCppSide
 from experiments.benchmarks.records import (
     Row,
@@ -39,7 +42,10 @@ from experiments.benchmarks.records import (
     numbers,
     output_folder,
     parser,
+    pivot,
+    read_rows,
     say,
+    select,
     use_all_threads,
 )
 from experiments.benchmarks.serving import documents, latte_server, running_server
@@ -47,6 +53,7 @@ from experiments.benchmarks.serving_clients import throughput
 from experiments.sides import Side
 from latte.lab import machine
 from latte.lab.data.files import read_documents
+from latte.lab.evaluate.tables import table as markdown
 from latte.lab.train.conversion_trainer import mixing
 
 PARTS = ("tokens", "memory", "quality", "clients")
@@ -55,6 +62,8 @@ LLAMA = "llama.cpp"
 CONTEXTS = (256, 1024, 4096, 8192, 16384, 32768)
 CLIENTS, PROMPT, ANSWER = (1, 4, 8), 16, 64
 PIECE = 512  # tokens that are read at a time, and that a loss is computed of
+KEPT = 4  # pieces after which the sums of losses are written
+EXACT = "float32"  # the side that others diverge from
 
 
 # --- what is compared ---------------------------------------------------------------------------
@@ -100,84 +109,94 @@ def tokens(args: Any, table: Table) -> None:
             )
 
 
-def resident(name: str, file: str, work: Path) -> float:
-    """Memory of this process, once it has read and generates, in MB (10^6 bytes)."""
+def resident(name: str, file: str, work: Path, context: int) -> tuple[int, int]:
+    """Bytes of this process once it has read a context and generates, and before the model."""
     use_all_threads()
-    model = side_of(name, file, work, 1024).load(None)[0]
+    before = machine.memory_bytes(torch.device("cpu"))
+    model = side_of(name, file, work, context).load(None)[0]
     with torch.inference_mode():
-        call = generation.Generator(model, generation.feed(model, None, 1024, PIECE, 0))
+        call = generation.Generator(model, generation.feed(model, None, context, PIECE, 0))
         for _ in range(8):
             call()
-    return machine.memory_bytes(torch.device("cpu")) / 1e6
+    return machine.memory_bytes(torch.device("cpu")), before
 
 
 def memory(args: Any, table: Table) -> None:
     """Resident memory of each side."""
-    for name in (LLAMA, *args.weights):
-        if not table.has(part="memory", side=name):
-            side_of(name, args.file, args.work, 1024)
-            found = machine.in_fresh_process(resident, name, args.file, args.work)
-            table.add_and_say(
-                {"part": "memory", "side": name, "at": 1024, "resident_mb": round(found, 1)}
-            )
+    for context in args.memory_at:
+        for name in (LLAMA, *args.weights):
+            if table.has(part="memory", side=name, at=context):
+                continue
+            row: Row = {"part": "memory", "side": name, "at": context}
+            if name == LLAMA:
+                found, before = llama_cpp.resident_bytes(args.file, context), 0
+            else:
+                given = name, args.file, args.work, context
+                converted(args.file, name, args.work)
+                found, before = machine.in_fresh_process(resident, *given)
+            row |= {"resident_mb": round(found / 1e6, 1), "before_mb": round(before / 1e6, 1)}
+            table.add_and_say(row)
 
 
-def logs(model: Any, ids: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Log-probabilities (T, V) of the tokens after each of those of a piece, piece by piece."""
+def logits(model: Any, pieces: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The logits (T, V) of pieces of text (1, T), each read alone, by the base's own attention."""
     with torch.inference_mode(), mixing(model, "base"):
-        for piece in ids.split(PIECE, 1):
-            yield model(piece, use_cache=False).logits[0].float().log_softmax(-1)
+        for piece in pieces:
+            yield model(piece, use_cache=False).logits[0]
+
+
+def held_out(args: Any) -> torch.Tensor:
+    """The tokens of the text, (1, T)."""
+    from latte.conversion.pretrained import load_tokenizer
+
+    tokenizer, found = load_tokenizer(args.file), []
+    for text in read_documents(Path(args.text)):
+        found += tokenizer(text)["input_ids"]
+        if len(found) >= args.held_out:
+            return torch.tensor(found[: args.held_out])[None]
+    raise SystemExit(f"{args.text}: expected {args.held_out:,} tokens, got {len(found):,}")
 
 
 def quality(args: Any, table: Table) -> None:
     """Perplexity, and the divergence from the file's weights in fp32."""
     from latte.conversion import convert
-    from latte.conversion.pretrained import load_tokenizer
 
-    names = [name for name in args.weights if not table.has(part="quality", side=name)]
-    if not names:
+    sides = [EXACT, LLAMA, *args.weights]
+    rows = [select(table.rows, part="quality", side=name) for name in sides]
+    common = set.intersection(*({int(row["at"]) for row in own} for own in rows))
+    begun = max(common, default=0)
+    if begun >= args.held_out:
         return
-    tokenizer, found = load_tokenizer(args.file), []
-    for text in read_documents(Path(args.text)):
-        found += tokenizer(text)["input_ids"]
-        if len(found) >= args.held_out:
-            break
-    ids = torch.tensor(found[: args.held_out])[None]
+    sums = {name: [0.0, 0.0] for name in sides}
+    for name, own in zip(sides, rows, strict=True):
+        for row in select(own, at=begun):
+            sums[name] = [float(row["nats"]), float(row["kl_nats"])]
+    pieces = held_out(args)[:, begun:].split(PIECE, 1)
     exact = convert(args.file, None, dtype="float32", initial="random")
-    models = {"float32": exact}
-    for name in names:
-        models[name] = side_of(name, args.file, args.work, 0).load(None)[0]
-    sums: dict[str, list[float]] = {name: [0.0, 0.0, 0] for name in models}
-    with torch.inference_mode():
-        runs = zip(*(logs(model, ids) for model in models.values()), strict=True)
-        for piece, (first, *others) in zip(ids.split(PIECE, 1), runs, strict=True):
-            for name, found in zip(models, (first, *others), strict=True):
-                loss = -found[:-1].gather(1, piece[0, 1:, None]).double().sum().item()
-                kl = (first.exp() * (first - found)).sum().double().item()
-                sums[name] = [sums[name][0] + loss, sums[name][1] + kl, sums[name][2] + len(found)]
-            for row in quality_rows(sums):
-                say(", ".join(f"{key} {value}" for key, value in row.items()))
-    for row in quality_rows(sums):
-        if not table.has(part="quality", side=row["side"], at=row["at"]):
-            table.add(row)
-
-
-def quality_rows(sums: dict[str, list[float]]) -> list[Row]:
-    """A row for each side, of its summed losses and divergences, and the number of tokens."""
-    rows: list[Row] = []
-    for name, (loss, kl, count) in sums.items():
-        predicted = count - -(-count // PIECE)  # all but the first token of each piece
-        row: Row = {"part": "quality", "side": name, "at": int(count)}
-        row |= {"perplexity": round(math.exp(loss / predicted), 4), "kl": round(kl / count, 6)}
-        rows.append(row)
-    return rows
+    models = {name: side_of(name, args.file, args.work, 0).load(None)[0] for name in args.weights}
+    found = [logits(exact, pieces), llama_cpp.logits(args.file, pieces)]
+    found += [logits(model, pieces) for model in models.values()]
+    at = begun
+    for number, (piece, *each) in enumerate(zip(pieces, *found, strict=True), 1):
+        at += piece.shape[1]
+        first = each[0].float().log_softmax(-1)
+        for name, own in zip(sides, each, strict=True):
+            logs = own.float().log_softmax(-1)
+            loss = -logs[:-1].gather(1, piece[0, 1:, None]).double().sum().item()
+            kl = (first.exp() * (first - logs)).sum().double().item()
+            sums[name] = [sums[name][0] + loss, sums[name][1] + kl]
+        if number % KEPT == 0 or number == len(pieces):
+            for name, (nats, kl) in sums.items():
+                predicted = at - -(-at // PIECE)  # all but the first token of each piece
+                row: Row = {"part": "quality", "side": name, "at": at, "nats": nats, "kl_nats": kl}
+                row |= {"perplexity": round(math.exp(nats / predicted), 4)}
+                table.add_and_say(row | {"kl": round(kl / at, 6)})
 
 
 def llama_server(file: str, threads: int) -> Any:
-    """``python -m llama_cpp.server`` on the file."""
-    command = [sys.executable, "-m", "llama_cpp.server", "--model", file, "--n_ctx", "2048"]
-    command += ["--n_threads", str(threads), "--verbose", "False"]
-    return running_server(LLAMA, command, None)
+    """llama.cpp on the file, behind HTTP."""
+    command = [sys.executable, "-m", "experiments.benchmarks.llama_cpp", file]
+    return running_server(LLAMA, [*command, "--threads", str(threads)], LLAMA)
 
 
 def clients(args: Any, table: Table) -> None:
@@ -197,18 +216,56 @@ def clients(args: Any, table: Table) -> None:
     servers[LLAMA] = functools.partial(llama_server, args.file, torch.get_num_threads())
     tokenizer = AutoTokenizer.from_pretrained(converted(args.file, args.weights[0], args.work))
     texts = documents(tokenizer, args.text, PROMPT, max(counts))
+    tokens = 8 if args.quick else ANSWER
     for name, start in servers.items():
         due = [n for n in counts if not table.has(part="clients", side=name, at=n)]
         if not due:
             continue
         with start() as server:
-            throughput(server, texts[:1], 8)  # not measured: what is done once
-            for count in due:
-                runs = [throughput(server, texts[:count], ANSWER, False) for _ in range(2)]
-                rate = statistics.median(tokens / seconds for tokens, seconds in runs)
+            throughput(server, texts[:1], 8, False)  # not measured: what is done once
+            for n in due:
+                runs = [throughput(server, texts[:n], tokens, False) for _ in range(2)]
+                rate = statistics.median(count / seconds for count, seconds in runs)
                 table.add_and_say(
-                    {"part": "clients", "side": name, "at": count, "tokens_per_s": round(rate, 2)}
+                    {"part": "clients", "side": name, "at": n, "tokens_per_s": round(rate, 2)}
                 )
+
+
+# --- the tables ---------------------------------------------------------------------------------
+
+TABLES = {
+    "tokens": {
+        "median_ms": "Time of a token (ms, median) after so many tokens:",
+        "weights_ms": "Time to read the weights once, in the same turns (ms, median):",
+        "prefill_s": "Reading the whole context (s):",
+        "cache_bytes": "State (bytes):",
+    },
+    "memory": {
+        "resident_mb": "Resident memory (MB) after so many tokens:",
+        "before_mb": "Of it before the model was loaded (MB):",
+    },
+    "clients": {"tokens_per_s": "Tokens a second of so many clients at once:"},
+}
+
+
+def report(rows: Sequence[Row]) -> str:
+    """The tables in Markdown, of the rows that there are."""
+    parts = []
+    for part, columns in TABLES.items():
+        own = select(rows, part=part)
+        shown = columns.items() if own else ()
+        parts += [pivot(text, own, ("side",), "at", column) for column, text in shown]
+    own = select(rows, part="quality")
+    lines = [("side", "tokens", "perplexity", "over float32 (%)", "KL from float32 (nats)")]
+    for row in select(own, at=max((int(row["at"]) for row in own), default=0)):  # the last sums
+        (exact,) = select(own, side=EXACT, at=row["at"])
+        over = 100 * (float(row["perplexity"]) / float(exact["perplexity"]) - 1)
+        lines.append(
+            (row["side"], *map(str, (row["at"], row["perplexity"])), f"{over:+.2f}", str(row["kl"]))
+        )
+    if own:
+        parts.append(f"Held-out text, the base's own attention:\n\n{markdown(lines).rstrip()}")
+    return "\n\n".join(parts)
 
 
 # --- the script ---------------------------------------------------------------------------------
@@ -238,21 +295,31 @@ def main(arguments: list[str] | None = None) -> None:
         default=WEIGHTS,
         help=f"some of {','.join(WEIGHTS)} (default: all)",
     )
-    options.add_argument("--contexts", type=numbers, default=CONTEXTS, help="tokens, by commas")
+    options.add_argument(
+        "--contexts", type=numbers, default=CONTEXTS, help="tokens of ``tokens``, by commas"
+    )
+    options.add_argument(
+        "--memory-at", type=numbers, default=(1024, 8192), help="tokens of ``memory``, by commas"
+    )
     options.add_argument("--held-out", type=int, default=20000, help="tokens of TEXT")
     options.add_argument(
         "--work", type=Path, default=Path("build/quantised"), help="folder of the conversions"
     )
+    options.add_argument("--report", action="store_true", help="print the tables, measure nothing")
     args = options.parse_args(arguments)
     if args.quick:
-        args.contexts, args.held_out = (48, 96), 1024
+        args.contexts, args.memory_at, args.held_out = (48, 96), (48,), 1024
+    path = output_folder(args) / "quantised.csv"
+    if args.report:
+        say(report(read_rows(path)))
+        return
     args.work.mkdir(parents=True, exist_ok=True)
     use_all_threads()
-    table = Table(output_folder(args) / "quantised.csv", resume=args.resume)
+    table = Table(path, resume=args.resume)
     parts = {"tokens": tokens, "memory": memory, "quality": quality, "clients": clients}
     for part in args.only:
         parts[part](args, table)
-    say(f"wrote {table.path}")
+    say(f"wrote {table.path}\n\n{report(table.rows)}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def prepare(module, order):
         if order != "rows":
             module.prepare()
     if order == "native" and cpp_backend.ABSENT is None:
-        assert module.block == (0 if module.out_features % PANEL else PANEL)
+        assert module.block == PANEL
 
 
 def made(outputs, inputs, kind="int4", order="native", dtype=torch.bfloat16, bias=False):
@@ -36,7 +36,7 @@ def made(outputs, inputs, kind="int4", order="native", dtype=torch.bfloat16, bia
     plain = nn.Linear(inputs, outputs, bias=bias)
     integers = quantise(plain.weight, kind)
     if kind == "int8":
-        weight = integers.weight.float() * integers.scales.float()[:, None]
+        weight = integers.weight.float() * integers.scales.float().t().repeat_interleave(GROUP, 1)
     else:
         q = torch.stack([integers.weight & 15, integers.weight >> 4], -1).flatten(1).float() - 8
         scale, zero = integers.scales.float().transpose(0, 1).unbind(-1)
@@ -72,14 +72,15 @@ def test_rounding_is_to_nearest_and_keeps_what_the_format_can_hold(kind):
     module, weight = made(64, 96, kind)
     again = quantise(weight, kind)
     if kind == "int8":  # exactly representable weights come back
-        torch.testing.assert_close(again.weight.float() * again.scales.float()[:, None], weight)
+        scales = again.scales.float().t().repeat_interleave(GROUP, 1)
+        torch.testing.assert_close(again.weight.float() * scales, weight)
     plain = torch.randn(64, 96)
     error = (
         QuantisedLinear(quantise(plain, kind), nn.Linear(96, 64, False)).dequantised(torch.float32)
         - plain
     ).norm() / plain.norm()
-    # Rounding errs by step / sqrt(12): a range of some 4 or 7 deviations in 15 or 254 steps.
-    assert error < {"int4": 0.09, "int8": 0.01}[kind]
+    # Rounding errs by step / sqrt(12): a range of some 4 deviations in 15 or 254 steps.
+    assert error < {"int4": 0.09, "int8": 0.006}[kind]
     for value in (0.0, 0.5):
         constant = torch.full((16, 32), value)
         found = QuantisedLinear(quantise(constant, kind), nn.Linear(32, 16, False))
@@ -118,7 +119,7 @@ def test_a_state_dict_has_the_integers_in_the_order_of_the_rows(shape, kind, ord
         other.weight.zero_()
     other.load_state_dict(plain.state_dict())
     assert torch.equal(other.plain(), plain.weight)
-    assert not other.block or other.block == quantised.best_order(kind, *shape)
+    assert not other.block or other.block == quantised.best_order(kind)
     assert torch.equal(pickle.loads(pickle.dumps(ready)).weight, ready.weight)
 
 
@@ -150,7 +151,7 @@ def test_integers_in_another_processors_order_are_dequantised(monkeypatch):
 
 @pytest.mark.parametrize("ready", [False, True])
 def test_an_embedding_is_rows_of_its_weights_in_the_dtype_of_the_model(ready):
-    like = nn.Embedding(48, 32, padding_idx=3)
+    like = nn.Embedding(43, 64, padding_idx=3)
     module = QuantisedEmbedding(quantise(like.weight, "int8"), like)
     if ready:
         module.prepare()
@@ -170,13 +171,22 @@ def test_autocast_lowers_the_output_as_it_does_of_other_maps():
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_size_that_no_kernel_takes_is_dequantised(order):
-    """The head of a tokeniser of bytes. PyTorch's kernel would read beyond its end."""
-    module, weight = made(259, 128, "int8", order)
-    x = torch.randn(8, 128, dtype=torch.bfloat16)
-    with torch.no_grad():
-        out = module(x)
-        compiled = torch.compile(module, fullgraph=True, backend="eager")
-        assert torch.equal(compiled(x), out)
-    expected = F.linear(x.float(), weight)
-    assert (out.float() - expected).norm() <= 6e-3 * expected.norm()
+def test_outputs_that_fill_no_panel(order):
+    """The head of a tokeniser of bytes."""
+    for dtype in (torch.float32, torch.bfloat16):
+        module, weight = made(259, 128, "int8", order, dtype)
+        assert module.block == (PANEL if order == "native" and cpp_backend.ABSENT is None else 0)
+        plain = module.state_dict()
+        assert plain["weight"].shape == (259, 128)
+        torch.testing.assert_close(module.dequantised(torch.float32), weight)
+        for rows in (1, 8, 13):
+            x = torch.randn(rows, 128, dtype=dtype)
+            expected = F.linear(x.float(), weight)
+            with torch.no_grad():
+                out = module(x)
+                compiled = torch.compile(module, fullgraph=True, backend="eager")(x)
+            bound = 1e-4 if dtype == torch.float32 else 6e-3
+            for found in (out, compiled):
+                assert (found.float() - expected).norm() <= bound * expected.norm()
+        module.load_state_dict(plain)
+        assert torch.equal(module.plain(), plain["weight"])

@@ -1,9 +1,9 @@
 """The weights of a converted model in 4 and 8 bits: a GGUF file's own, or rounded anew.
 
 ``file`` keeps the file's bits where the kernels have such a format. Blocks of Q4_0, Q4_1 and Q4_K
-become ``int4`` one to one: the integers are the file's, scale and zero are rounded to bf16. All
-other quantised matrices (Q8_0, Q6_K, Q5, Q3, ...), embeddings, and what ``int4`` does not fit
-become ``int8`` with a scale for each row, from the dequantised weights. Plain matrices stay.
+become ``int4`` one to one, and those of Q8_0 ``int8``: the integers are the file's, scale and zero
+are rounded to bf16. All other quantised matrices (Q6_K, Q5, Q3, ...), embeddings, and what ``int4``
+does not fit become ``int8`` too, from the dequantised weights. Plain matrices stay.
 """
 
 from __future__ import annotations

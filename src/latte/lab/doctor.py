@@ -219,13 +219,11 @@ def _quantised() -> Section:
 
     if cpp_backend.ABSENT is None:
         return dict.fromkeys(("int4", "int8"), "native kernels")
-    capability = torch.backends.cpu.get_cpu_capability()
+    capability, four = torch.backends.cpu.get_cpu_capability(), instructions()
     slow = f"PyTorch has fast kernels for {' and '.join(BLOCKS)}, this CPU has {capability}"
-    four = instructions()
-    eight = f"PyTorch's kernel, {capability.lower()}" if capability in BLOCKS else f"slow: {slow}"
     return {
         "int4": f"dequantised: {slow}" if four is None else f"PyTorch's kernel, {four}",
-        "int8": eight,
+        "int8": "dequantised: the native kernels are missing",
     }
 
 

@@ -74,7 +74,7 @@ class Quantised(nn.Module):
         """Put the integers into the order of the fastest kernel of this CPU, if there is one."""
         self.weight.requires_grad_(False)
         self.scales.requires_grad_(False)
-        order = best_order(self.kind, *self.matrix.shape)
+        order = best_order(self.kind)
         if order and not self.block and self.weight.is_cpu:
             parts = [self.weight[a:b] for a, b in tiles(*self.matrix.shape, order)]
             self.block = order
@@ -89,7 +89,7 @@ class Quantised(nn.Module):
     @torch.no_grad()
     def plain(self) -> Tensor:
         """The integers in the order of the rows, which does not depend on the processor."""
-        return in_rows(self.weight.detach(), self.block)
+        return in_rows(self.weight.detach(), self.block, self.matrix.shape[0])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -100,6 +100,8 @@ class Quantised(nn.Module):
         given = state_dict.get(f"{prefix}weight")
         block = self.block
         if given is not None and not given.dtype.is_floating_point:
+            outputs, columns = self.matrix.shape[0], self.weight.shape[1]
+            self.weight.data = self.weight.new_empty(outputs, columns)
             self.block = 0
         super()._load_from_state_dict(state_dict, prefix, *args)
         if block:
@@ -147,18 +149,14 @@ class QuantisedLinear(Quantised, nn.Linear):  # type: ignore[misc]
 
 
 def _direct(module: QuantisedLinear) -> Callable[[Tensor], Tensor]:
-    """The output of a map for few rows (M, K), in one call of a kernel if that serves."""
-    weight, scales, most = module.weight, module.scales, MOST_ROWS[module.kind]
+    """The output of a map for few rows (M, K), in one call of PyTorch's kernel if that serves."""
+    weight, scales, most = module.weight, module.scales, MOST_ROWS
     if scales.dtype != torch.bfloat16 or module.bias is not None:
         return module
-    ops: Any = torch.ops.aten
     if not module.matrix.has_kernel(scales):
         return module
-    if module.kind == "int8":
-        eight = ops._weight_int8pack_mm.default
-        return lambda x: eight(x.contiguous(), weight, scales) if x.size(0) <= most else module(x)
-    four, of = ops._weight_int4pack_mm_for_cpu.default, GROUP
-    return lambda x: four(x.contiguous(), weight, of, scales) if x.size(0) <= most else module(x)
+    few: Any = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    return lambda x: few(x.contiguous(), weight, GROUP, scales) if len(x) <= most else module(x)
 
 
 def _integers(module: QuantisedLinear) -> tuple[Tensor, Tensor] | None:

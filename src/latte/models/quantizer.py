@@ -30,7 +30,7 @@ from latte.layers.quantised import (
     QuantisedLinear,
     quantisable,
 )
-from latte.ops.quantised import FORMATS, GROUP, Integers, fits, instructions, quantise
+from latte.ops.quantised import FORMATS, GROUP, Integers, fits, quantise
 
 METHOD = "latte"
 NONE = "none"  # weights that are no integers
@@ -44,7 +44,8 @@ class LatteQuantizationConfig(QuantizationConfigMixin):
 
     Args:
         weights: Format of the linear maps, ``"int4"`` or ``"int8"``. Embeddings and the head are
-            ``int8``, and so are maps whose sizes do not fit ``int4``. Latents stay as they are.
+            ``int8``, and so are maps whose sizes do not fit ``int4``. Latents stay as they are, and
+            so do weights whose rows are no multiple of 32.
         others: Formats of the modules that have another one, by name; ``"none"`` for weights that
             are no integers. Given, it is complete.
     """
@@ -89,9 +90,10 @@ class LatteQuantizationConfig(QuantizationConfigMixin):
 
 def format_for(module: nn.Module, wanted: str) -> str:
     """The format that a module gets: int8 for embeddings, and for sizes that int4 does not fit."""
-    if isinstance(module, nn.Linear) and fits(wanted, module.out_features, module.in_features):
+    shape = module.weight.shape
+    if isinstance(module, nn.Linear) and fits(wanted, *shape):
         return wanted
-    return "int8"
+    return "int8" if fits("int8", *shape) else NONE
 
 
 @register_quantizer(METHOD)
@@ -170,7 +172,7 @@ def _empty(_: str, module: Any, kind: str) -> Integers:
     outputs, inputs = module.weight.shape
     new = module.weight.new_empty
     if kind == "int8":
-        return Integers(new((outputs, inputs), dtype=torch.int8), new((outputs,)))
+        return Integers(new((outputs, inputs), dtype=torch.int8), new((inputs // GROUP, outputs)))
     weight = new((outputs, inputs // 2), dtype=torch.uint8)
     return Integers(weight, new((inputs // GROUP, outputs, 2)))
 
@@ -181,10 +183,11 @@ def _replace(model: Any, formats: Mapping[str, str], integers: Callable[..., Int
     made: dict[int, Any] = {}
     for name, kind in formats.items():
         module = modules[name]
-        if format_for(module, kind) != kind:
+        best = format_for(module, kind)
+        if best != kind:
             raise LatteError(
                 f"quantization_config: {name} of shape {tuple(module.weight.shape)} cannot be"
-                f" {kind}; expected int8, or a linear map with multiples of 16 and {GROUP}"
+                f" {kind}; expected {best}, or a linear map with multiples of 16 and {GROUP}"
             )
         own: Any = QuantisedLinear if isinstance(module, nn.Linear) else QuantisedEmbedding
         key = id(module.weight)
@@ -216,12 +219,10 @@ def _prepare(model: Any) -> None:
             module.block = orders[id(module.weight)]
         module.prepare()
         orders[id(module.weight)] = module.block
-    slow = any(x.kind == "int4" and x.weight.is_cpu and not x.block for x in modules)
-    if slow and instructions() is None:
-        found = torch.backends.cpu.get_cpu_capability()
+    if any(module.weight.is_cpu and not module.block for module in modules):
         warnings.warn(
-            "the weights are in 4 bits, and PyTorch has no fast kernel for them on this CPU"
-            f" (expected AVX2 or AVX512, got {found}): every token dequantises them; dequantise"
-            " them once with --dtype bfloat16, or model.dequantize()",
+            "the weights are in 4 and 8 bits, and there is no fast kernel for all of them on this"
+            " CPU (see `latte doctor`): every token dequantises them; dequantise them once with"
+            " --dtype bfloat16, or model.dequantize()",
             stacklevel=2,
         )

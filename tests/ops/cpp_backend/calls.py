@@ -370,7 +370,7 @@ def quantised(draw: Draw) -> list[Tensor]:
         return [
             *decoding.quantised_maps(x, *gate),
             *decoding.quantised_maps(x, *gate, *up),
-            *decoding.quantised_maps(x, *gate, *up, *gate),
+            *decoding.quantised_maps(x, *gate, *up, *matrix(M - 13, K)),
             decoding.quantised_add(x, gate, draw.uniform(*shape, M).to(draw.dtype)),
             *(
                 decoding.quantised_mlp(x, norm, (*gate, *up, *down), act, adds)

@@ -31,7 +31,8 @@ OPS = sorted(
 FREE = re.compile(
     r"cpu_(linear\d?|swiglu|geglu|rms_norm|norm_rows) x (one dimension|dimension [01])"
     r"|cpu_linear\d? [abc] dimension 0"
-    r"|cpu_quantised\w* (x (float|double|one dimension|dimension [01])|\w*scales\d? (float|double))"
+    r"|cpu_quantised\w* (x (float|double|one dimension|dimension [01]))"
+    r"|cpu_quantised\w* \w*scales\d? (float|double|dimension 1)"  # 17 to 32 outputs fill 32 rows
     r"|cpu_rotate x (float|dimension [02])"
     r"|cpu_\w+_step (latent_[qk]|log_decay) (float|double|one dimension less)"
     r"|cpu_kept_step (score|latent_keys) (float|double)"

@@ -2,7 +2,7 @@
 //
 //     y = W x,   r + W x,   r + D (act(G n) * (U n)) with n = RMSNorm(x)
 //     int4: W = (q - 8) scale + zero, q = 0 ... 15, for each 32 weights of a row of W
-//     int8: W = q scale, for each row of W
+//     int8: W = q scale, for each 32 weights of a row of W
 //
 // Rows of x are rounded to integers of 15 bits, with a scale for each 32 numbers. Each integer is
 // 128 a + b with a and b of 8 bits. So all products are those of bytes, and for few rows the time
@@ -12,9 +12,10 @@
 // The integers are in panels of 16 outputs, in the same order for every processor. A panel has, for
 // each 32 inputs, 16 times 4 neighbouring inputs next to each other: of one output after the other.
 // A byte of int4 holds two inputs that are 4 apart, the first one in its low bits. A byte of int8
-// holds q + 128.
+// holds q + 128. The last panel is filled up, whatever is in there.
 //
-// Shapes: R rows of x, all its dimensions but the last, K inputs, N outputs, G groups of inputs.
+// Shapes: R rows of x, all its dimensions but the last, K inputs, N outputs, G groups of inputs,
+// P panels of outputs.
 #ifndef LATTE_QUANTISED
 #define LATTE_QUANTISED
 
@@ -29,9 +30,10 @@ constexpr int64_t PANEL = 16, GROUP = 32;
 constexpr int64_t INTEGERS = 65536;  // of a matrix: the fewest for which another thread saves time
 
 struct Integers {
-    Tensor weight, scales;  // uint8 (N, K / 2) and (G, N, 2), or int8 (N, K) and (N,)
+    Tensor weight, scales;  // uint8 (16 P, K / 2) and (G, N, 2), or int8 (16 P, K) and (G, N)
     bool four() const { return scales.dims == 3; }
-    int64_t outputs() const { return weight.sizes[0]; }
+    int64_t outputs() const { return scales.sizes[1]; }
+    int64_t panels() const { return (outputs() + PANEL - 1) / PANEL; }
     int64_t inputs() const { return weight.sizes[1] * (four() ? 2 : 1); }
 };
 
@@ -62,16 +64,16 @@ static void check_x(const Expect& expect, const Tensor& x) {
 }
 
 static void check_integers(const Expect& expect, const Integers& map, int64_t inputs) {
-    expect.that(map.scales.dims == 3 || map.scales.dims == 1,
-                "scales must have three dimensions (4 bits) or one (8 bits)");
+    expect.that(map.scales.dims == 3 || map.scales.dims == 2,
+                "scales must have three dimensions (4 bits) or two (8 bits)");
     const bool four = map.four();
     const int32_t dtype = four ? aoti_torch_dtype_uint8() : aoti_torch_dtype_int8();
-    expect(map.weight, "weight", dtype, {ANY, four ? inputs / 2 : inputs}, Layout::contiguous);
-    const int64_t N = map.outputs();
-    if (four) expect(map.scales, "scales", FLOATS, {inputs / GROUP, N, 2}, Layout::contiguous);
-    else expect(map.scales, "scales", FLOATS, {N}, Layout::contiguous);
-    expect.that(N % PANEL == 0 && inputs % GROUP == 0,
-                "weight must have multiples of 16 outputs and of 32 inputs");
+    const int64_t G = inputs / GROUP;
+    if (four) expect(map.scales, "scales", FLOATS, {G, ANY, 2}, Layout::contiguous);
+    else expect(map.scales, "scales", FLOATS, {G, ANY}, Layout::contiguous);
+    expect(map.weight, "weight", dtype, {PANEL * map.panels(), four ? inputs / 2 : inputs},
+           Layout::contiguous);
+    expect.that(inputs % GROUP == 0, "weight must have a multiple of 32 inputs");
 }
 
 static Integers integers(Stack& stack) {
@@ -263,6 +265,18 @@ LATTE_INLINE void load_scales(const S* from, __m512& scale, __m512& zero) {
     }
 }
 
+template <class S>
+LATTE_INLINE __m512 load_scales(const S* from) {
+    if constexpr (std::is_same_v<S, bf16>) {
+        const __m256i own = _mm256_loadu_si256((const __m256i*)from);
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(own), 16));
+    } else {
+        float own[PANEL];
+        for (int64_t n = 0; n < PANEL; ++n) own[n] = float(widen(from[n]));
+        return _mm512_loadu_ps(own);
+    }
+}
+
 template <int count, class S>
 static void four_panel(const uint8_t* weights, const S* scales, int64_t N, const Rounded& x,
                        int64_t first, Lanes* to) {
@@ -305,19 +319,22 @@ static void four_panel(const uint8_t* weights, const S* scales, int64_t N, const
     for (int r = 0; r < count; ++r) _mm512_storeu_ps(to[r].at, sums[r]);
 }
 
-template <int count>
-static void eight_panel(const uint8_t* weights, const Rounded& x, int64_t first, Lanes* to) {
+template <int count, class S>
+static void eight_panel(const uint8_t* weights, const S* scales, int64_t N, const Rounded& x,
+                        int64_t first, Lanes* to) {
     const float* row_scales = x.scales.get() + first * x.groups;
     const float* row_sums = x.sums.get() + first * x.groups;
     __m512 sums[count];
     for (int r = 0; r < count; ++r) sums[r] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < x.groups; ++g, weights += 512) {
+    for (int64_t g = 0; g < x.groups; ++g, weights += 512, scales += N) {
         __m512i own[8];
 #pragma GCC unroll 8
         for (int c = 0; c < 8; ++c) {
             if (count == 1) __builtin_prefetch(weights + 64 * c + 4096);
             own[c] = _mm512_loadu_si512(weights + 64 * c);
         }
+        if (count == 1) __builtin_prefetch(scales + 8 * PANEL);
+        const __m512 scale = load_scales(scales);
 #pragma GCC unroll 8
         for (int r = 0; r < count; ++r) {
             const int8_t* at = x.at(first + r, g);
@@ -328,7 +345,7 @@ static void eight_panel(const uint8_t* weights, const Rounded& x, int64_t first,
                 a = _mm512_dpbusd_epi32(a, own[c], four_inputs(at + 4 * c));
                 b = _mm512_dpbusd_epi32(b, own[c], four_inputs(at + GROUP + 4 * c));
             }
-            const __m512 product = in_one(a, b);
+            const __m512 product = _mm512_mul_ps(in_one(a, b), scale);
             sums[r] =
                 _mm512_fmadd_ps(product, _mm512_set1_ps(row_scales[r * x.groups + g]), sums[r]);
         }
@@ -437,17 +454,20 @@ static void four_panel(const uint8_t* weights, const S* scales, int64_t N, const
     }
 }
 
-template <int count>
-static void eight_panel(const uint8_t* weights, const Rounded& x, int64_t first, Lanes* to) {
+template <int count, class S>
+static void eight_panel(const uint8_t* weights, const S* scales, int64_t N, const Rounded& x,
+                        int64_t first, Lanes* to) {
     for (int r = 0; r < count; ++r) to[r] = {};
-    for (int64_t g = 0; g < x.groups; ++g, weights += 512) {
+    for (int64_t g = 0; g < x.groups; ++g, weights += 512, scales += N) {
         for (int c = 0; count == 1 && c < 8; ++c) __builtin_prefetch(weights + 64 * c + 4096);
+        float scale[PANEL];
+        for (int64_t n = 0; n < PANEL; ++n) scale[n] = float(widen(scales[n]));
         for (int r = 0; r < count; ++r) {
             const int64_t at = (first + r) * x.groups + g;
             int32_t found[PANEL];
             group_of_eight(weights, x.at(first + r, g), int32_t(x.sums[size_t(at)]), found);
             for (int64_t n = 0; n < PANEL; ++n)
-                to[r].at[n] += x.scales[size_t(at)] * float(found[n]);
+                to[r].at[n] += x.scales[size_t(at)] * (float(found[n]) * scale[n]);
         }
     }
 }
@@ -455,21 +475,28 @@ static void eight_panel(const uint8_t* weights, const Rounded& x, int64_t first,
 
 // ---- products with a matrix
 
-template <int count>
-static void panel(const Integers& map, int64_t p, const Rounded& x, int64_t first, Lanes* to) {
-    const int64_t N = map.outputs();
+template <int count, class S>
+static void panel(const Integers& map, const S* scales, int64_t N, int64_t p, const Rounded& x,
+                  int64_t first, Lanes* to) {
     const uint8_t* weights = map.weight.at<uint8_t>() + p * PANEL * map.weight.sizes[1];
+    if (map.four()) four_panel<count>(weights, scales, N, x, first, to);
+    else eight_panel<count>(weights, scales, N, x, first, to);
+}
+
+// Calls work(the scales of a panel, how many outputs their groups have).
+template <class Work>
+static void with_scales(const Integers& map, int64_t p, const Work& work) {
     by_dtype(map.scales.type(), [&](auto s) {
-        const auto* scales = map.scales.at<decltype(s)>();
-        if (map.four()) {
-            four_panel<count>(weights, scales + 2 * p * PANEL, N, x, first, to);
-            return;
-        }
-        eight_panel<count>(weights, x, first, to);
-        for (int64_t n = 0; n < PANEL; ++n) {
-            const float scale = float(widen(scales[p * PANEL + n]));
-            for (int r = 0; r < count; ++r) to[r].at[n] *= scale;
-        }
+        using S = decltype(s);
+        const int64_t N = map.outputs(), first = p * PANEL, each = map.four() ? 2 : 1;
+        const S* from = map.scales.at<S>() + each * first;
+        if (first + PANEL <= N) return work(from, N);
+        // The kernels read as many scales as a whole panel has.
+        const int64_t groups = map.scales.sizes[0];
+        std::vector<S> own(size_t(groups * each * PANEL), S{});
+        for (int64_t g = 0; g < groups; ++g)
+            std::copy_n(from + g * each * N, each * (N - first), own.data() + g * each * PANEL);
+        work(static_cast<const S*>(own.data()), PANEL);
     });
 }
 
@@ -479,35 +506,37 @@ static void in_panels(const Integers& map, const Rounded& x, int64_t begin, int6
                       const Put& put) {
     Lanes found[TOGETHER];
     for (int64_t p = begin; p < end; ++p)
-        for (int64_t r = 0, count; r < x.rows; r += count) {
-            const int64_t left = x.rows - r;
-            count = left >= TOGETHER ? TOGETHER : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-            if (count == TOGETHER) panel<TOGETHER>(map, p, x, r, found);
-            else if (count == 4) panel<4>(map, p, x, r, found);
-            else if (count == 2) panel<2>(map, p, x, r, found);
-            else panel<1>(map, p, x, r, found);
-            for (int64_t n = 0; n < count; ++n) put(r + n, p * PANEL, found[n]);
-        }
+        with_scales(map, p, [&](const auto* scales, int64_t N) {
+            for (int64_t r = 0, count; r < x.rows; r += count) {
+                const int64_t left = x.rows - r;
+                count = left >= TOGETHER ? TOGETHER : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+                if (count == TOGETHER) panel<TOGETHER>(map, scales, N, p, x, r, found);
+                else if (count == 4) panel<4>(map, scales, N, p, x, r, found);
+                else if (count == 2) panel<2>(map, scales, N, p, x, r, found);
+                else panel<1>(map, scales, N, p, x, r, found);
+                for (int64_t n = 0; n < count; ++n) put(r + n, p * PANEL, found[n]);
+            }
+        });
 }
 
 // The parts of the panels of some matrices, which threads work on: work(matrix, begin, end).
 template <class Work>
 static void each_panel(const Integers* maps, int64_t count, const Work& work) {
     int64_t panels = 0;
-    for (int64_t m = 0; m < count; ++m) panels += maps[m].outputs() / PANEL;
+    for (int64_t m = 0; m < count; ++m) panels += maps[m].panels();
     const int64_t grain = 1 + INTEGERS / (1 + PANEL * maps[0].inputs());
     parallel(panels, grain, [&](int64_t begin, int64_t end) {
         int64_t first = 0;
-        for (int64_t m = 0; begin < end; first += maps[m++].outputs() / PANEL) {
-            const int64_t stop = std::min(end, first + maps[m].outputs() / PANEL);
+        for (int64_t m = 0; begin < end; first += maps[m++].panels()) {
+            const int64_t stop = std::min(end, first + maps[m].panels());
             if (begin < stop) work(m, begin - first, stop - first), begin = stop;
         }
     });
 }
 
 template <class S>
-static void narrow_lanes(const Lanes& found, const S* residual, S* to) {
-    for (int64_t n = 0; n < PANEL; ++n) {
+static void narrow_lanes(const Lanes& found, int64_t count, const S* residual, S* to) {
+    for (int64_t n = 0; n < PANEL && n < count; ++n) {
         const auto y = typename Computed<S>::type(found.at[n]);
         narrow(residual ? y + widen(residual[n]) : y, to[n]);
     }
@@ -523,7 +552,8 @@ static void run_products(Products& op) {
             S* out = op.outs[m].at<S>();
             const S* residual = op.residual ? op.residual.at<S>() : nullptr;
             in_panels(op.maps[m], x, begin, end, [&](int64_t r, int64_t n, const Lanes& found) {
-                narrow_lanes(found, residual ? residual + r * N + n : nullptr, out + r * N + n);
+                const S* own = residual ? residual + r * N + n : nullptr;
+                narrow_lanes(found, N - n, own, out + r * N + n);
             });
         });
     });
@@ -572,9 +602,10 @@ static void run_network(Products& op) {
         each_panel(op.maps + 2, 1, [&](int64_t, int64_t begin, int64_t end) {
             in_panels(op.maps[2], inner, begin, end, [&](int64_t r, int64_t n, const Lanes& found) {
                 S residual[PANEL];
-                for (int64_t j = 0; op.adds && j < PANEL; ++j)
+                for (int64_t j = 0; op.adds && j < PANEL && j < N - n; ++j)
                     residual[j] = row_of<S>(op.x, r)[(n + j) * stride];
-                narrow_lanes(found, op.adds ? residual : nullptr, op.outs[0].at<S>() + r * N + n);
+                S* out = op.outs[0].at<S>() + r * N + n;
+                narrow_lanes(found, N - n, op.adds ? residual : nullptr, out);
             });
         });
     });

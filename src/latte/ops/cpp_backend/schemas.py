@@ -61,18 +61,16 @@ def _ops() -> dict[str, Callable[..., Any]]:
         "linear_add(Tensor x, Tensor weight, Tensor residual) -> Tensor": _mapped,
         "swiglu(Tensor x, Tensor gate, Tensor up) -> Tensor": _mapped,
         "geglu(Tensor x, Tensor gate, Tensor up) -> Tensor": _mapped,
-        "quantised(Tensor x, Tensor weight, Tensor scales) -> Tensor": _mapped,
+        "quantised(Tensor x, Tensor weight, Tensor scales) -> Tensor": _by_scales,
         """quantised2(Tensor x, Tensor weight, Tensor scales, Tensor weight2, Tensor scales2)
-            -> (Tensor, Tensor)""": lambda x, *maps: _all_mapped(x, *maps[::2]),
+            -> (Tensor, Tensor)""": _all_by_scales,
         """quantised3(Tensor x, Tensor weight, Tensor scales, Tensor weight2, Tensor scales2,
-            Tensor weight3, Tensor scales3) -> (Tensor, Tensor, Tensor)""": (
-            lambda x, *maps: _all_mapped(x, *maps[::2])
-        ),
+            Tensor weight3, Tensor scales3) -> (Tensor, Tensor, Tensor)""": _all_by_scales,
         """quantised_add(Tensor x, Tensor weight, Tensor scales, Tensor residual)
-            -> Tensor""": _mapped,
+            -> Tensor""": _by_scales,
         """quantised_mlp(Tensor x, Tensor norm, float eps, float offset, Tensor gate,
             Tensor gate_scales, Tensor up, Tensor up_scales, Tensor down, Tensor down_scales,
-            bool tanh, bool adds) -> Tensor""": lambda x, *given: _mapped(x, given[7]),
+            bool tanh, bool adds) -> Tensor""": lambda x, *given: _by_scales(x, *given[7:9]),
         "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor": _like_first,
         "glu(Tensor gate, Tensor up) -> Tensor": _like_first,
         "glu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)": (
@@ -103,3 +101,12 @@ def _mapped(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
 
 def _all_mapped(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     return tuple(_mapped(x, weight) for weight in weights)
+
+
+def _by_scales(x: Tensor, _: Tensor, scales: Tensor, *__: Tensor) -> Tensor:
+    """Empty outputs of a quantised map. Its integers may be of more outputs."""
+    return x.new_empty(*x.shape[:-1], scales.shape[1])
+
+
+def _all_by_scales(x: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
+    return tuple(_by_scales(x, *maps[m : m + 2]) for m in range(0, len(maps), 2))
