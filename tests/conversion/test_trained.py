@@ -86,8 +86,12 @@ def test_as_many_tokens_are_kept_as_asked_for(folder, tmp_path):
         torch.testing.assert_close(found(ids).logits, wanted(ids).logits, rtol=1e-11, atol=1e-11)
     unscored = tmp_path / "unscored.safetensors"
     save_latents(converted("qwen3", **FIELDS), unscored)
-    with pytest.raises(LatteError, match="have no scores of tokens: expected kept_tokens=0, got 3"):
-        apply_latents(folder, unscored, kept_tokens=3)
+    some = tmp_path / "some.safetensors"
+    save_latents(scored(kept_tokens=(3, 0, 3, 3)), some)
+    for path, layer in ((unscored, 0), (some, 1)):
+        said = f"no scores of tokens in layer {layer}: expected kept_tokens=0 there, got 3"
+        with pytest.raises(LatteError, match=said):
+            apply_latents(folder, path, kept_tokens=3)
     out = tmp_path / "out"
     given = ["convert", str(folder), str(out), "--trained", str(file), "--kept-tokens", "2,0,0,1"]
     assert main(given) == 0

@@ -172,16 +172,18 @@ def apply_latents(
     except LatteError as error:
         raise LatteError(f"latents {latents} are for another base, {trained}: {error}") from None
     fields["keep_layers"] = sorted({*fields["keep_layers"], *keep_layers})
-    scored = bool(fields.get("kept_tokens"))
-    if kept_tokens and not scored:
-        raise LatteError(
-            f"latents {latents} have no scores of tokens: expected kept_tokens=0, got {kept_tokens}"
-        )
     given = {"local_window": window, "kept_window": kept_window, "kept_tokens": kept_tokens}
     for name, number in given.items():
         if number is not None:
             fields[name] = None if number == "all" else number
     config = converted_config(base, fields)
+    for layer in filter(config.kept_of, range(config.num_hidden_layers)):
+        scores = f"model.layers.{layer}.self_attn.latents.kept_scores.up.weight"
+        if kept_tokens is not None and scores not in tensors:
+            raise LatteError(
+                f"latents {latents} have no scores of tokens in layer {layer}: expected"
+                f" kept_tokens=0 there, got {kept_tokens}"
+            )
     tokenizer = None if target is None else load_tokenizer(base)
     model = load_base(base, config, dtype=dtype)
     sample, own = tensors.pop("sample"), _base_sample(model)

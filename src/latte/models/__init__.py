@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         LattePreTrainedModel,
     )
     from latte.models.parameters import count_parameters
+    from latte.models.quantizer import LatteQuantizationConfig
     from latte.models.state_file import load_state, save_state
 
 __all__ = [
@@ -30,11 +31,12 @@ __all__ = [
     "LatteForSequenceClassification",
     "LatteModel",
     "LattePreTrainedModel",
+    "LatteQuantizationConfig",
     "count_parameters",
     "load_state",
     "preset_config",
     "save_state",
 ]
 
-MODULES = ("config", "cache", "modeling", "parameters", "registry", "state_file")
+MODULES = ("config", "cache", "modeling", "parameters", "registry", "state_file", "quantizer")
 __getattr__, __dir__ = lazy_names(__name__, __all__, MODULES)
