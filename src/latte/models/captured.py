@@ -20,7 +20,7 @@ from latte.ops.notices import warn_once
 
 DEVICE = "cuda"  # whose steps are captured
 SETTING = "LATTE_CUDA_GRAPHS"  # in the environment; 0 captures nothing
-FEWEST_STEPS = 16  # capturing takes the host as long as a few steps
+FEWEST_STEPS = 32  # capturing waits for the GPU, and takes the host as long as a few steps
 
 
 class CapturedStep:
@@ -88,7 +88,8 @@ def record(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     Nothing is computed yet.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads may go on using the GPU.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         output = call()
     return graph.replay, output
 
