@@ -188,9 +188,9 @@ def quality(args: Any, table: Table) -> None:
         if number % KEPT == 0 or number == len(pieces):
             for name, (nats, kl) in sums.items():
                 predicted = at - -(-at // PIECE)  # all but the first token of each piece
-                row: Row = {"part": "quality", "side": name, "at": at, "nats": nats, "kl_nats": kl}
-                row |= {"perplexity": round(math.exp(nats / predicted), 4)}
-                table.add_and_say(row | {"kl": round(kl / at, 6)})
+                new: Row = {"part": "quality", "side": name, "at": at, "nats": nats, "kl_nats": kl}
+                new |= {"perplexity": round(math.exp(nats / predicted), 4)}
+                table.add_and_say(new | {"kl": round(kl / at, 6)})
 
 
 def llama_server(file: str, threads: int) -> Any:

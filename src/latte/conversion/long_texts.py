@@ -39,9 +39,11 @@ def turning_places(decoder: Any, given: Given, cache: Any) -> list[int]:
     tokens, span = given.tokens, decoder.kept_range
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or torch.compiler.is_compiling():
         return []
+    if tokens.shape[1] == 1:
+        return []
     start = cache.position if isinstance(cache, LatteCache) else None
     past = 0 if start is None else int(start.max())
-    if tokens.shape[1] == 1 or past + tokens.shape[1] <= span.limit:
+    if past + tokens.shape[1] <= span.limit:
         return []
     if packed_bounds(given.position_ids, given.attention_mask, cache) is not None:
         return []

@@ -163,17 +163,18 @@ class RGLRU(InitializedModule):
         own = tuple(map(type, parts)) == STEP_KINDS[:3] and not any(map(is_hooked, parts))
         again: tuple[Any, ...] = ()
         if own and on_gpu(x_BTE) and named_backend() != "reference":
-            gates = self._both_gates(x_BTE)
+            r, i = self._both_gates(x_BTE)
         else:
-            gates = self.recurrence_gate(x_BTE).to(dtype), self.input_gate(x_BTE).to(dtype)
-        if gates[0].requires_grad and own:
+            r, i = self.recurrence_gate(x_BTE).to(dtype), self.input_gate(x_BTE).to(dtype)
+        if r.requires_grad and own:
             makers = (functools.partial(gate, part) for part in parts[:2])
-            again = tuple(zip(gates, makers, strict=True))
+            again = tuple(zip((r, i), makers, strict=True))
         op = rg_lru if shards is None else across(rg_lru, shards)
         with recomputed(*again) if again else NOTHING:
             return op(
                 x_BTE,
-                *gates,
+                r,
+                i,
                 self.theta,
                 key_mask=key_mask,
                 cu_seqlens=cu_seqlens,

@@ -494,8 +494,9 @@ class LatteCache(Cache):
             if phases is not None and 0 not in phases:  # places for it are the first of a block
                 return
         due = span.due(position, real)
-        waits = in_graph or (in_place and position.device.type != "cpu")  # for a GPU
-        if waits or bool(due.any()):
+        # A graph cannot ask whether any is due, and for a step the host does not wait for a GPU.
+        unread = self.captured is not None or position.device.type != "cpu"
+        if in_graph or (in_place and unread) or bool(due.any()):
             self._turn(decoder, position, due)
 
     def _turn(self, decoder: Any, at_B: Tensor, due_B: Tensor) -> None:

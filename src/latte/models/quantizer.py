@@ -90,7 +90,8 @@ class LatteQuantizationConfig(QuantizationConfigMixin):
 
 def format_for(module: nn.Module, wanted: str) -> str:
     """The format that a module gets: int8 for embeddings, and for sizes that int4 does not fit."""
-    shape = module.weight.shape
+    weight: Any = module.weight
+    shape = weight.shape
     if isinstance(module, nn.Linear) and fits(wanted, *shape):
         return wanted
     return "int8" if fits("int8", *shape) else NONE
