@@ -67,7 +67,7 @@ BASES = {
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "licence: Apache 2.0",
         "smollm2.yaml",
-        "smollm2-135m-instruct.safetensors",
+        "smollm2-135m-instruct-kept.safetensors",
     ),
     "gemma3": Base(
         "Gemma 3 270M",

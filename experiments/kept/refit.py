@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from experiments.bases.reading import corpus
+from latte.cli.parser import integers
 from latte.conversion import save_latents
 from latte.conversion.kept_rows import kept_rows
 from latte.conversion.kept_scores import fit_kept_scores, set_kept_scores
@@ -57,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--block", type=int, default=32, help="tokens between two choices")
     parser.add_argument("--steps", type=int, default=240, help="of the last stage")
+    parser.add_argument("--kept-tokens", type=integers, help="of the result, for each layer")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the last stage")
     options = parser.parse_args(arguments)
     return exit_code("refit", lambda: refit(options), "run it again")
@@ -80,6 +82,8 @@ def refit(options: argparse.Namespace) -> int:
     train(model, tokenizer, text, options)
     merged = load_base(options.base, model.config, dtype=torch.float32)
     merged.load_state_dict(merged_lora(model.state_dict(), section))
+    if options.kept_tokens:  # scores do not depend on how many are kept
+        merged.config.kept_tokens = options.kept_tokens
     save(merged, tokenizer, output)
     save_latents(merged, f"{output}.safetensors", base=options.base, rank=section.lora_rank)
     return 0

@@ -128,7 +128,8 @@ class MacchiatoDecoder(MacchiatoPreTrained):
                 " own models do, and latte inspect shows those of both"
             )
         cache = one_cache(past_key_values, cache)
-        if self.kept_range is not None and cu_seq_lens_q is None and seq_idx is None:
+        packed = cu_seq_lens_q is not None or seq_idx is not None
+        if self.kept_range is not None and not packed and kwargs.get("teacher") is None:
             given = Given(input_ids, inputs_embeds, attention_mask, position_ids)
             if starts := turning_places(self, given, cache):
                 return in_parts(self, starts, given, cache, use_cache, **kwargs)

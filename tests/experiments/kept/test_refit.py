@@ -22,13 +22,22 @@ def test_a_file_of_latents_goes_on_with_kept_tokens(tmp_path, monkeypatch, capsy
     for name, value in (small | {"KEPT": 2, "KEPT_THERE": 5}).items():
         monkeypatch.setattr(refit, name, value)
     given = [str(base), str(tmp_path / "latents"), str(tmp_path / "out"), "--steps", "2"]
-    given += ["--text", f"text={tmp_path / 'text.jsonl'}", "--window", "16", "--block", "8"]
+    given += [
+        "--text",
+        f"text={tmp_path / 'text.jsonl'}",
+        "--window",
+        "16",
+        "--block",
+        "8",
+        "--kept-tokens",
+        "3,5",
+    ]
     assert refit.main(given) == 0
     assert (
         "layer 1: output error" in (said := capsys.readouterr().out)
         and "step 2: 900 tokens, KL" in said
     )
     made = apply_latents(base, tmp_path / "out.safetensors")
-    assert list(made.config.kept_tokens) == [2, 5] and not made.config.keep_layers
+    assert list(made.config.kept_tokens) == [3, 5] and not made.config.keep_layers
     for layer in made.model.mixers:
         assert layer.latents.kept_scores.down.weight.abs().max() > 0
