@@ -140,9 +140,10 @@ def memory(args: Any, table: Table) -> None:
 
 def logits(model: Any, pieces: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The logits (T, V) of pieces of text (1, T), each read alone, by the base's own attention."""
-    with torch.inference_mode(), mixing(model, "base"):
-        for piece in pieces:
-            yield model(piece, use_cache=False).logits[0]
+    for piece in pieces:
+        with torch.inference_mode(), mixing(model, "base"):
+            found = model(piece, use_cache=False).logits[0]
+        yield found  # outside: the caller may leave the rest
 
 
 def held_out(args: Any) -> torch.Tensor:

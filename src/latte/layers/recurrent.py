@@ -160,9 +160,11 @@ class RGLRU(InitializedModule):
             return affine(x_BTE).to(dtype)  # autocast may have lowered it
 
         parts = self.recurrence_gate, self.input_gate, self
-        own = tuple(map(type, parts)) == STEP_KINDS[:3] and not any(map(is_hooked, parts))
+        gpu = on_gpu(x_BTE) and named_backend() != "reference"
         again: tuple[Any, ...] = ()
-        if own and on_gpu(x_BTE) and named_backend() != "reference":
+        own = (gpu or torch.is_grad_enabled()) and tuple(map(type, parts)) == STEP_KINDS[:3]
+        own = own and not any(map(is_hooked, parts))
+        if own and gpu:
             r, i = self._both_gates(x_BTE)
         else:
             r, i = self.recurrence_gate(x_BTE).to(dtype), self.input_gate(x_BTE).to(dtype)

@@ -25,9 +25,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 def serves(x: Tensor, most_rows: int = MOST_ROWS) -> bool:
     """The kernels take x (..., E): few rows, on a CPU, without gradients and autocast."""
-    # A step asks this for each of its kernels, so the questions are in their cheapest form. The
-    # rows come after the device: on a GPU, a graph for any length would be made for either answer.
-    if torch.is_grad_enabled() or not takes(x) or x.numel() > most_rows * x.size(-1):
+    # A step asks this for each of its kernels, so the questions are in their cheapest form. A
+    # graph for any length must not ask for the rows: another would be made for the other answer.
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if x.numel() > most_rows * x.size(-1) or not takes(x):
         return False
     return not torch.is_autocast_enabled("cpu")
 
