@@ -419,6 +419,23 @@ def field_table(head: tuple[str, ...], kind: type) -> str:
     return table(head, rows)
 
 
+def conversion_table() -> str:
+    """The options of `convert` and the fields of a converted model, with the default of each."""
+    options, fields = (
+        {each.name: each for each in options_of(kind)}
+        for kind in (ConversionOptions, MacchiatoFields)
+    )
+    rows: list[tuple[str, ...]] = [
+        (
+            f"`{name}`",
+            *(repr(held[name].default) if name in held else "-" for held in (options, fields)),
+            meaning((fields | options)[name], "None"),
+        )
+        for name in options | fields
+    ]
+    return table(("name", "default of the option", "of the field", "meaning"), rows)
+
+
 # ---- public names
 
 
@@ -454,8 +471,7 @@ def blocks() -> dict[Path, dict[str, str]]:
         "latents": field_table(("field", "default", "meaning"), LatteConfig)
     }
     pages[DOCS / "reference/conversion.md"] |= {
-        "options": field_table(("option", "default", "meaning"), ConversionOptions),
-        "fields": field_table(("added field", "default", "meaning"), MacchiatoFields),
+        "options": conversion_table(),
     }
     return pages
 
