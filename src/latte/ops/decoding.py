@@ -26,12 +26,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 def serves(x: Tensor, most_rows: int = MOST_ROWS) -> bool:
     """The kernels take x (..., E): few rows, on a CPU, without gradients and autocast."""
     # A step asks this for each of its kernels, so the questions are in their cheapest form. A
-    # graph for any length must not ask for the rows: another would be made for the other answer.
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    # graph for any length asks for the rows last: on a GPU another would be made for either answer.
+    in_graph = torch.compiler.is_compiling()
+    if torch.is_grad_enabled() or not (in_graph or x.numel() <= most_rows * x.size(-1)):
         return False
-    if x.numel() > most_rows * x.size(-1) or not takes(x):
+    if not takes(x) or torch.is_autocast_enabled("cpu"):
         return False
-    return not torch.is_autocast_enabled("cpu")
+    return not in_graph or x.numel() <= most_rows * x.size(-1)
 
 
 def takes(x: Tensor, compiled: bool = True) -> bool:

@@ -48,7 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str | None = Non
         ValueError: The backend is not available for these inputs.
     """
     if backend is None:
-        few = not torch.compiler.is_compiling() and x.numel() <= decoding.MOST_ROWS * x.size(-1)
+        few = torch.compiler.is_compiling() or x.numel() <= decoding.MOST_ROWS * x.size(-1)
         if few and decoding.serves(x) and decoding.fits(x, weight):
             return decoding.rms_norm(x, weight, eps)
         # A step of many rows is quicker by PyTorch's operations.
