@@ -36,8 +36,8 @@ class GatedMacchiato(LatteMacchiato):
     """
 
     carries: ClassVar[tuple[str, ...]] = ("latent", "window", "short_conv")
-    splits = LatteMacchiato.splits
     stepped = ("latents", "short_conv")
+    steps = True  # that of LatteMacchiato, which calls _output
     uses = (*LatteMacchiato.uses, "value_dim", "short_conv_size")
     undecayed: tuple[str, ...] = ("skip",)
 
@@ -104,14 +104,7 @@ class GatedMacchiato(LatteMacchiato):
         parts = F.silu(mixed_BTC).split([part.shape[-1] for part in maps], -1)
         return parts, state._replace(short_conv=tail)
 
-    def _attend(
-        self, x_BTE: Tensor, projected: Projected, context: Context
-    ) -> tuple[Tensor, MixerState | None]:
-        out_BTHD, after = super()._attend(x_BTE, projected, context)
-        return self._output(out_BTHD, projected.v, x_BTE), after
-
     def _output(self, mixture: Tensor, v: Tensor, x: Tensor) -> Tensor:
-        """The output of each head (..., H, D) from its mixture, its values (..., G, D) and x."""
         v = v.repeat_interleave(self.num_heads // self.num_key_value_heads, -2)
         gate = self._heads(linear_maps(x, self.gate_proj)[0], self.num_heads)
         return self.output_norm(mixture + self.skip * v) * F.silu(gate)
@@ -130,11 +123,3 @@ class GatedMacchiato(LatteMacchiato):
         parts = mixed_BC.split([part[0].numel() for part in local], -1)
         q, k, v = (flat.reshape(part.shape) for flat, part in zip(parts, local, strict=True))
         return (q, k, v), rotary
-
-    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        local, rotary = self._local_step(x_BE, state, rotary)
-        latents, scale = self.latents.step(x_BE, state), self.head_dim**-0.5
-        score = self.latents.kept_scores.step(x_BE) if self.kept_tokens else None
-        joint = self.joint_softmax
-        out_BHD = state.attend(local, scale, self.softcap, rotary, latents, joint, score)
-        return self._output(out_BHD, local[2], x_BE)
