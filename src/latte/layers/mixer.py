@@ -329,7 +329,10 @@ class Mixer(DenseWeights, InitializedModule):
         """
 
         def read(x: Tensor, mask: Tensor, before: MixerState, rotary: Any) -> MixerState | None:
-            return Mixer.forward(self, x, mask, None, before, True, rotary=rotary)[1]
+            context = Context.of(x, mask, None, True, before.position, rotary)
+            projected = self._project(x, before, context)
+            after = self._attend(x, projected, context)[1]
+            return self._end(x, projected, after, context)
 
         return rollback(state, tokens, read)
 
