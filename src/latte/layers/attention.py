@@ -124,11 +124,6 @@ class LatteMacchiato(MacchiatoWeights, Mixer):
         local = cls.local_options(config)
         return super().options(config) | LatentLogits.options(config) | own | local
 
-    def mixing_flops(self, length: int) -> float:
-        """2 * 2 * L * D per head, plus the window's."""
-        latents = 4.0 * self.latents.k_proj.out_features * self.head_dim
-        return latents + self._local_flops(length)
-
     def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         return self.with_logits(x_BTE, self.near(x_BTE, state, context), context)
 

@@ -73,12 +73,6 @@ class GatedMacchiato(LatteMacchiato):
         own = {"value_dim": config.value_dim, "short_conv_size": config.short_conv_size}
         return super().options(config) | own
 
-    def mixing_flops(self, length: int) -> float:
-        """2 * 2 * L * D per head, and 2 * (K + D) per head and key of the window."""
-        seen = min(self.window, (length + 1) / 2)
-        latents = 4.0 * self.latents.k_proj.out_features * self.value_dim
-        return latents + 2.0 * self.num_heads * (self.head_dim + self.value_dim) * seen
-
     def near(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         H, G, maps = (
             self.num_heads,

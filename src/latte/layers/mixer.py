@@ -337,8 +337,16 @@ class Mixer(DenseWeights, InitializedModule):
         return rollback(state, tokens, read)
 
     def mixing_flops(self, length: int) -> float:
-        """Forward FLOPs per token of mixing at a length, without projections; 0 if unknown."""
-        return 0.0
+        """Forward FLOPs per token of mixing at a length, without projections; 0 if unknown.
+
+        They are 2 * (K + D) per head and visible key, and 2 * 2 * D per latent.
+        """
+        latents, D = getattr(self, "latents", None), self.o_proj.in_features // self.num_heads
+        seen = 0.0
+        if self.window is not None or self.grows:
+            seen = min(self.window or length, (length + 1) / 2)
+        keys = 2.0 * self.num_heads * (self.head_dim + D) * seen
+        return keys + (0.0 if latents is None else 4.0 * latents.k_proj.out_features * D)
 
     # --- what a mixer defines -------------------------------------------------------------------
 
@@ -363,11 +371,6 @@ class Mixer(DenseWeights, InitializedModule):
     def _step(self, x_BE: Tensor, state: Any, rotary: Rotary | None) -> Tensor:
         """The output of each head, (B, H, D), for one token per row. Overwrites the state."""
         raise TypeError(f"{type(self).__name__} has no step")
-
-    def _local_flops(self, length: int) -> float:
-        """:meth:`mixing_flops` of local attention: 2 * 2 * K per head and visible key."""
-        seen = min(self.window or length, (length + 1) / 2)
-        return 4.0 * self.num_heads * self.head_dim * seen
 
     # --- what they are built with ---------------------------------------------------------------
 
