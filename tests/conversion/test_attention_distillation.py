@@ -36,7 +36,7 @@ class Errors:
     def __call__(self, layer, x, near, context):
         target, real = base_output(layer, near, context), context.real(x)
         projected = layer.with_logits(x, near, context)
-        out = layer.o_proj(layer.combine(projected, context)[0].flatten(-2))
+        out = layer.o_proj(layer._attend(x, projected, context)[0].flatten(-2))
         places = torch.arange(x.shape[1])
         mass, _ = sampled_masses(layer, near, places, context)
         self.output.append(relative_error(out, target, real))

@@ -116,7 +116,7 @@ def test_latents_change_the_logits_and_reach_beyond_the_window(family):
 def test_the_window_starts_at_the_probability_asked_for(latent_input):
     from transformers import set_seed
 
-    from latte.layers.latents import window_share
+    from latte.layers.weights import window_share
 
     set_seed(0)
     kind, language_model = type(converted("llama").config), FAMILIES["llama"][1]

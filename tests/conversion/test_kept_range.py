@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from latte.conversion.attention_distillation import base_output
 from latte.errors import LatteError
 from latte.layers.kept_range import KeptRange
 from latte.models import LatteCache
@@ -143,6 +144,14 @@ def test_what_cannot_be_read_in_parts(model, ids):
     bounds = torch.tensor([0, 20, LENGTH], dtype=torch.int32)
     with pytest.raises(LatteError, match="at most 64 tokens.*got one of 130"):
         model(ids[:1], cu_seq_lens_q=bounds, use_cache=False)
+    seen = []
+
+    def teacher(layer, x, near, context):
+        seen.append(layer.layer_idx)
+        return base_output(layer, near, context)
+
+    model(ids[:1], cu_seq_lens_q=bounds, use_cache=False, teacher=teacher)  # the base keeps none
+    assert seen == [i for i in range(4) if model.config.is_converted(i)]
     own = copy.deepcopy(model).train()
     own.gradient_checkpointing_enable()
     with pytest.raises(LatteError, match="at most 64 tokens with gradient checkpointing"):

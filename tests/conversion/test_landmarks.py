@@ -16,7 +16,7 @@ from latte.conversion.landmarks import (
     set_landmarks,
     turned,
 )
-from latte.layers.latents import window_share
+from latte.layers.weights import window_share
 from tests.conversion.bases import NAMES, WINDOW, base, converted, tokens
 
 

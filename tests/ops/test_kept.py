@@ -295,3 +295,27 @@ def test_what_does_not_fit_is_one_clear_line():
         sliding_window_attention(
             *inputs[2:], window=W, partition=Partition(kept=kept), initial_state=plain.window
         )
+
+
+@pytest.mark.parametrize("change", [(1, -1, 0), (-1, 1, 0), (1, 0, -1), (-1, 0, 1), (0, 1, -1)])
+def test_a_state_of_other_numbers_does_not_fit(change):
+    """Though it has as many slots, its tokens stand in other places."""
+    inputs, scores = macchiato_inputs(1, T), scores_of()
+    states = [
+        mix(inputs, scores, output_final_state=True)[1],
+        sliding_window_attention(
+            *inputs[2:],
+            window=W,
+            partition=Partition(kept=Kept(scores, N, C)),
+            output_final_state=True,
+        )[1],
+    ]
+    count, window, block = (x + by for x, by in zip((N, W, C), change, strict=True))
+    kept = Kept(scores, count, block)
+    calls = (macchiato_attention, inputs, True), (sliding_window_attention, inputs[2:], False)
+    for (op, given, latents), state in zip(calls, states, strict=True):
+        options = {"partition": Partition(None, latents, latents, kept), "initial_state": state}
+        with pytest.raises(ValueError) as error:
+            op(*given, window=window, **options)
+        numbers = f"{count} kept tokens, a window of {window} and blocks of {block}"
+        assert f"initial_state must be that of {numbers}" in str(error.value)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from latte.conversion.config import MacchiatoFields
+from latte.conversion.controls import latents_alone
 from latte.conversion.step import Table
 from latte.layers import Context, LatteMacchiato, MixerState, MixingLogits, Projected
 from latte.layers.latents import LatentLogits
@@ -24,10 +25,7 @@ from latte.layers.mixer import EMPTY
 from latte.layers.parts import Rotary
 from latte.layers.step import StepState
 from latte.models.cache_name import one_cache
-from latte.ops import latte_attention
-from latte.ops.state import LateSources, final_window_state
 from latte.ops.step import in_dtype
-from latte.ops.tensors import Sequences
 
 
 class MacchiatoAttention(LatteMacchiato):
@@ -179,29 +177,17 @@ class MacchiatoAttention(LatteMacchiato):
             return near._replace(scores=self.scores(x_BTE))
         return self.with_logits(x_BTE, near, context)
 
-    def scores(self, x_BTE: Tensor) -> Tensor | None:
-        return super().scores(x_BTE.to(self.latents.dtype)) if self.kept_tokens else None
-
     # --- mixing, and its controls ---------------------------------------------------------------
 
     def _attend(
         self, x_BTE: Tensor, projected: Projected, context: Context
     ) -> tuple[Tensor, MixerState | None]:
+        """The mixture of the branches that ``mixing`` has, (B, T, H, K), and the state after it."""
         if self.mixing in ("base", "window"):
             return self.window_branch(projected, context)
-        return self.combine(projected, context)
-
-    def combine(self, projected: Projected, context: Context) -> tuple[Tensor, MixerState | None]:
-        """The mixture of both branches, (B, T, H, K), and the state after the tokens."""
-        if self.mixing not in ("latents", "hidden"):
-            return super()._attend(projected.v, projected, context)
-        late = self.window if self.delay_latents else None
-        out, after = late_latents(projected, context, late)
-        if self.mixing == "hidden" and late is not None:
-            window, _ = self.window_branch(projected, context)
-            began = context.positions(out) >= late
-            out = torch.where(began[..., None, None], out, window)
-        return out, after
+        if self.mixing in ("latents", "hidden"):
+            return latents_alone(self, projected, context, self.mixing == "hidden")
+        return super()._attend(x_BTE, projected, context)
 
     def full_attention(self, near: Projected, context: Context) -> tuple[Tensor, MixerState | None]:
         """The base's own attention: full, or in the window that the layer has in the base."""
@@ -255,34 +241,3 @@ class MacchiatoAttention(LatteMacchiato):
             f"window={self.window}, mixing={self.mixing!r}, num_sinks={self.num_sinks}, "
             f"delay_latents={self.delay_latents}, kept_tokens={self.kept_tokens}"
         )
-
-
-def late_latents(
-    projected: Projected, context: Context, window: int | None
-) -> tuple[Tensor, MixerState]:
-    """The latents without a window, (B, T, H, D), which are a control; and the state.
-
-    They read ``window`` tokens late, or at once if None: at query t the sources s <= t - W. The op
-    of both branches does this itself. Here keys and values are shifted by W tokens.
-    """
-    keys, values, mask, state = projected.latent_k, projected.v, context.key_mask, projected.state
-    pending = None
-    if window is not None:
-        sequences = Sequences(mask, context.cu_seqlens)
-        late = LateSources.of(keys, values, window, sequences, state.pending, None)
-        if context.output_final_state:
-            # A window of W + 1 keeps the W tokens before the next token.
-            tokens = keys, values, window + 1, *sequences[:2]
-            pending = final_window_state(*tokens, state.pending)
-        keys, values, mask = late.keys, late.values, late.mask
-    out, latent = context.across(latte_attention)(
-        projected.latent_q[..., 1:],
-        keys,
-        values,
-        key_mask=mask,
-        cu_seqlens=context.cu_seqlens,
-        initial_state=state.latent,
-        output_final_state=context.output_final_state,
-        log_decay=projected.log_decay,
-    )
-    return out, state._replace(latent=latent, pending=pending)

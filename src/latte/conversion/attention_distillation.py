@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.conversion.attention import MacchiatoAttention
-from latte.layers.latents import window_odds
 from latte.layers.mixer import Context, Projected
+from latte.layers.weights import window_odds
 from latte.ops.reference_kept import Places
 
 SAMPLE_EVERY = 4  # the mass of every fourth query is computed
@@ -80,8 +80,9 @@ def sampled_masses(
         seen_ST = seen_ST & (gap_ST < layer.base_window)
     near_ST = seen_ST & ((gap_ST < layer.window) | (token_T < layer.num_sinks))
     exact = near_ST[None, :, None, None]
-    if (kept := layer.kept(near)) is not None:
-        places = Places.of(kept, layer.window, None, None, layer.sinks(near, context))
+    partition, _ = layer.divide(near, context)
+    if partition is not None and partition.kept is not None:
+        places = Places.of(partition.kept, layer.window, None, None, partition.sinks)
         held_BGST = (places.window | places.kept)[:, :, places_S]
         exact = exact | held_BGST.transpose(1, 2)[:, :, :, None]
     log_near, full = (

@@ -129,7 +129,9 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             )
         cache = one_cache(past_key_values, cache)
         packed = cu_seq_lens_q is not None or seq_idx is not None
-        if self.kept_range is not None and not packed and kwargs.get("teacher") is None:
+        # A teacher runs the base, which keeps no tokens.
+        turned = None if kwargs.get("teacher") is not None else self.kept_range
+        if turned is not None and not packed:
             given = Given(input_ids, inputs_embeds, attention_mask, position_ids)
             if starts := turning_places(self, given, cache):
                 return in_parts(self, starts, given, cache, use_cache, **kwargs)
@@ -140,8 +142,8 @@ class MacchiatoDecoder(MacchiatoPreTrained):
             steps=not self._asks_base(kwargs),
         )
         x_BTE, cache, position_ids = inputs.x_BTE, inputs.cache, inputs.positions()
-        if self.kept_range is not None:
-            check_packed(self.kept_range, inputs.cu_seq_lens)
+        if turned is not None:
+            check_packed(turned, inputs.cu_seq_lens)
             if cache is not None:
                 key_mask = inputs.key_mask
                 cache.turn_kept(self, None if key_mask is None else key_mask[:, 0])

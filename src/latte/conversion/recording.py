@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from latte.conversion.attention import MacchiatoAttention, late_latents
+from latte.conversion.attention import MacchiatoAttention
 from latte.conversion.attention_distillation import (
     SAMPLE_EVERY,
     base_output,
@@ -33,11 +33,11 @@ from latte.conversion.attention_distillation import (
     sampled_masses,
     watch,
 )
+from latte.conversion.controls import late_latents
 from latte.conversion.step import rotary_tables
-from latte.layers.attention import with_mass
-from latte.layers.latents import window_odds
 from latte.layers.mixer import EMPTY, Context, Projected
 from latte.layers.parts import Rotary
+from latte.layers.weights import window_odds, with_mass
 
 
 class Recorder:
@@ -210,7 +210,7 @@ class LayerFit:
         q, k, sink_q = (y if y is None else y[None].float() for y in local)
         projected = layer.with_logits(x, Projected(v, q=q, k=k, sink_q=sink_q), context)
         if row.local is not None:
-            out = layer.o_proj(layer.combine(projected, context)[0].flatten(-2))
+            out = layer.o_proj(layer._attend(x, projected, context)[0].flatten(-2))
             latent_q = with_mass(projected.latent_q[:, row.places], row.log_mass[None])
             real = context.real(x)
             mass = mass_divergence(latent_q, row.mass[None], real[:, row.places])

@@ -76,9 +76,6 @@ class SlidingWindowAttention(Mixer):
         local = cls.local_options(config)
         return super().options(config) | own | local | LatentInput.options(config)
 
-    def mixing_flops(self, length: int) -> float:
-        return self._local_flops(length)
-
     def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         z_BTE, state = self.input(x_BTE, state, context)
         return self.near(z_BTE, state, context)

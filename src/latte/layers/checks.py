@@ -51,3 +51,22 @@ def check_input(layer: str, x: Tensor, hidden_size: int, weight: Any = None) -> 
             f"{layer}: x must be on the device of the layer's weights, {weight.device}, got"
             f" {x.device}"
         )
+
+
+def check_state(layer: str, state: Any, kind: type, carries: tuple[str, ...], packed: bool) -> None:
+    """A mixer that carries these parts can continue from the state, a MixerState (``kind``)."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"{layer}: state must be the {kind.__name__} that came out, got {type(state).__name__}"
+        )
+    parts = ("latent", "linear", "window", "kept", "short_conv", "own")
+    held = {part for part in parts if getattr(state, part) is not None}
+    lacking = [part for part in carries if part not in held]
+    if held and lacking:
+        raise ValueError(f"{layer}: state must hold {lacking[0]!r}, got another mixer's")
+    # A subclass may have a state of its own besides, or a convolution.
+    surplus = sorted(held - {*carries, "own", "short_conv"}) if carries else []
+    if surplus:
+        raise ValueError(f"{layer}: state must not hold {surplus[0]!r}, got another mixer's")
+    if state.recorded is not None and packed:
+        raise ValueError(f"{layer}: packed sequences cannot be recorded for taking back")

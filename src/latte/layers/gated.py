@@ -36,8 +36,8 @@ class GatedMacchiato(LatteMacchiato):
     """
 
     carries: ClassVar[tuple[str, ...]] = ("latent", "window", "short_conv")
-    splits = LatteMacchiato.splits
     stepped = ("latents", "short_conv")
+    steps = True  # that of LatteMacchiato, which calls _output
     uses = (*LatteMacchiato.uses, "value_dim", "short_conv_size")
     undecayed: tuple[str, ...] = ("skip",)
 
@@ -73,12 +73,6 @@ class GatedMacchiato(LatteMacchiato):
         own = {"value_dim": config.value_dim, "short_conv_size": config.short_conv_size}
         return super().options(config) | own
 
-    def mixing_flops(self, length: int) -> float:
-        """2 * 2 * L * D per head, and 2 * (K + D) per head and key of the window."""
-        seen = min(self.window, (length + 1) / 2)
-        latents = 4.0 * self.latents.k_proj.out_features * self.value_dim
-        return latents + 2.0 * self.num_heads * (self.head_dim + self.value_dim) * seen
-
     def near(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         H, G, maps = (
             self.num_heads,
@@ -104,14 +98,7 @@ class GatedMacchiato(LatteMacchiato):
         parts = F.silu(mixed_BTC).split([part.shape[-1] for part in maps], -1)
         return parts, state._replace(short_conv=tail)
 
-    def _attend(
-        self, x_BTE: Tensor, projected: Projected, context: Context
-    ) -> tuple[Tensor, MixerState | None]:
-        out_BTHD, after = super()._attend(x_BTE, projected, context)
-        return self._output(out_BTHD, projected.v, x_BTE), after
-
     def _output(self, mixture: Tensor, v: Tensor, x: Tensor) -> Tensor:
-        """The output of each head (..., H, D) from its mixture, its values (..., G, D) and x."""
         v = v.repeat_interleave(self.num_heads // self.num_key_value_heads, -2)
         gate = self._heads(linear_maps(x, self.gate_proj)[0], self.num_heads)
         return self.output_norm(mixture + self.skip * v) * F.silu(gate)
@@ -130,11 +117,3 @@ class GatedMacchiato(LatteMacchiato):
         parts = mixed_BC.split([part[0].numel() for part in local], -1)
         q, k, v = (flat.reshape(part.shape) for flat, part in zip(parts, local, strict=True))
         return (q, k, v), rotary
-
-    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        local, rotary = self._local_step(x_BE, state, rotary)
-        latents, scale = self.latents.step(x_BE, state), self.head_dim**-0.5
-        score = self.latents.kept_scores.step(x_BE) if self.kept_tokens else None
-        joint = self.joint_softmax
-        out_BHD = state.attend(local, scale, self.softcap, rotary, latents, joint, score)
-        return self._output(out_BHD, local[2], x_BE)

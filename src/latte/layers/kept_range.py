@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from latte.ops.reference import rotate
 from latte.ops.tensors import computation_dtype
 
 
@@ -70,8 +71,5 @@ class KeptRange(NamedTuple):
         """
         shape = (-1, *[1] * (positions.ndim - 1))
         far = (positions >= 0) & (at_B.view(shape) - positions > self.reach) & due_B.view(shape)
-        wide = computation_dtype(keys.dtype)
-        cos, sin = (x.to(wide) for x in turn)
-        first, second = keys.to(wide).chunk(2, -1)
-        made = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-        return torch.where(far[..., None], made.to(keys.dtype), keys)
+        cos, sin = (x.to(computation_dtype(keys.dtype)) for x in turn)
+        return torch.where(far[..., None], rotate(keys, cos, sin), keys)

@@ -244,23 +244,3 @@ class LatentLogits(InitializedModule):
             q_BHL.select(-1, 0).add_(self.window_bias)
         log_decay = self._log_decay(gate[0] if gate else None, (B,))
         return q_BHL, k_BHL, log_decay
-
-
-def window_odds(latent_q_BTHL: Tensor) -> Tensor:
-    """log p(0|t) / (1 - p(0|t)), (B, T, H), at least fp32, from query logits (B, T, H, L+1)."""
-    wide = latent_q_BTHL.to(torch.promote_types(latent_q_BTHL.dtype, torch.float32))
-    return wide[..., 0] - torch.logsumexp(wide[..., 1:], -1)
-
-
-def window_share(latent_q_BTHL: Tensor) -> Tensor:
-    """p(0|t), the window's probability, (B, T, H), from query logits (B, T, H, L+1)."""
-    return torch.sigmoid(window_odds(latent_q_BTHL))
-
-
-def state_probabilities(latent_q_BTHL: Tensor, window: bool) -> Tensor:
-    """p(l|t), at least fp32, from query logits. If there is a window, it is column 0."""
-    wide = latent_q_BTHL.to(torch.promote_types(latent_q_BTHL.dtype, torch.float32))
-    if not window:
-        return wide.softmax(-1)
-    share = window_share(wide)[..., None]
-    return torch.cat([share, (1 - share) * wide[..., 1:].softmax(-1)], -1)

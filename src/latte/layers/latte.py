@@ -5,15 +5,13 @@ Shape suffixes: B batch, T tokens, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from latte.layers.latents import HALF_LIFE_RANGE, LatentLogits
+from latte.layers.latents import LatentLogits
 from latte.layers.mixer import Context, Mixer, MixerState, Projected
 from latte.layers.parts import Rotary
-from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.step import StepState
 from latte.ops import latte_attention
 from latte.ops.step import latte_step
@@ -26,8 +24,7 @@ class LatteAttention(Mixer):
         num_latents: Total number of latents over all heads. ``num_heads`` must divide it.
         latent_input: Source of the q and k logits: ``"none"`` (x itself), ``"conv"`` or
             ``"rglru"``. Values always come from x.
-        forgetting: Kind of forgetting, ``"none"``, ``"static"`` or ``"gated"``
-            (:class:`LatentLogits`; beyond the paper).
+        latents: Other arguments of :class:`LatentLogits`, such as ``forgetting``.
     """
 
     carries = ("latent",)
@@ -44,34 +41,16 @@ class LatteAttention(Mixer):
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
         latent_input: str = "none",
-        conv_kernel_size: int = 3,
-        rglru_decay_range: Sequence[float] = DECAY_RANGE,
-        rms_norm_eps: float = 1e-6,
-        forgetting: str = "none",
-        half_life_range: Sequence[float] = HALF_LIFE_RANGE,
         causal: bool = True,
+        **latents: Any,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_key_value_heads, head_dim, causal)
-        self.latents = LatentLogits(
-            hidden_size,
-            num_heads,
-            num_latents,
-            latent_input,
-            conv_kernel_size=conv_kernel_size,
-            rglru_decay_range=rglru_decay_range,
-            rms_norm_eps=rms_norm_eps,
-            forgetting=forgetting,
-            half_life_range=half_life_range,
-            causal=causal,
-        )
+        sizes = hidden_size, num_heads, num_latents
+        self.latents = LatentLogits(*sizes, latent_input, causal=causal, **latents)
 
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
         return super().options(config) | LatentLogits.options(config)
-
-    def mixing_flops(self, length: int) -> float:
-        """2 * 2 * L * D per head."""
-        return 4.0 * self.latents.k_proj.out_features * self.head_dim
 
     def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         q, k, log_decay, state = self.latents(x_BTE, state, context)

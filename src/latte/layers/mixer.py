@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from latte.layers.checks import check_input, check_multiple, check_positive
+from latte.layers.checks import check_input, check_multiple, check_positive, check_state
 from latte.layers.context_parallel import ShardedOps, across
 from latte.layers.parts import (
     InitializedModule,
@@ -21,12 +21,13 @@ from latte.layers.parts import (
     of_single_tokens,
     token_positions,
 )
-from latte.layers.rollback import PastKeys, Recorded, advance_position, real_tokens, rollback
+from latte.layers.rollback import PastKeys, Recorded, advance_position, rollback
 from latte.layers.weights import DenseWeights
 from latte.ops import LatteState, Partition, sliding_window_attention
 from latte.ops.kept import KeptState
 from latte.ops.pointwise import rotate
 from latte.ops.state import LinearState, WindowState
+from latte.ops.tensors import real_tokens
 
 
 class MixerState(NamedTuple):
@@ -286,6 +287,7 @@ class Mixer(DenseWeights, InitializedModule):
             x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary=rotary, context=context
         )
         out_BTHD, after = self._attend(x_BTE, projected, context)
+        out_BTHD = self._output(out_BTHD, projected.v, x_BTE)
         return self.o_proj(out_BTHD.flatten(-2)), self._end(x_BTE, projected, after, context)
 
     def step(self, x_BE: Tensor, state: Any, *, rotary: Rotary | None = None) -> Tensor:
@@ -335,8 +337,16 @@ class Mixer(DenseWeights, InitializedModule):
         return rollback(state, tokens, read)
 
     def mixing_flops(self, length: int) -> float:
-        """Forward FLOPs per token of mixing at a length, without projections; 0 if unknown."""
-        return 0.0
+        """Forward FLOPs per token of mixing at a length, without projections; 0 if unknown.
+
+        They are 2 * (K + D) per head and visible key, and 2 * 2 * D per latent.
+        """
+        latents, D = getattr(self, "latents", None), self.o_proj.in_features // self.num_heads
+        seen = 0.0
+        if self.window is not None or self.grows:
+            seen = min(self.window or length, (length + 1) / 2)
+        keys = 2.0 * self.num_heads * (self.head_dim + D) * seen
+        return keys + (0.0 if latents is None else 4.0 * latents.k_proj.out_features * D)
 
     # --- what a mixer defines -------------------------------------------------------------------
 
@@ -347,21 +357,20 @@ class Mixer(DenseWeights, InitializedModule):
     def _attend(
         self, x_BTE: Tensor, projected: Projected, context: Context
     ) -> tuple[Tensor, MixerState | None]:
-        """The output of each head, (B, T, H, D), and the state after the tokens.
+        """The mixture of each head, (B, T, H, D), and the state after the tokens.
 
         The state is ``projected.state`` with the parts that mixing changes. It may be None if it
         is not wanted.
         """
         raise TypeError(f"{type(self).__name__} must define _attend: Mixer is only a base class")
 
+    def _output(self, mixture: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        """The output of each head (..., H, D) from its mixture, its values (..., G, D) and x."""
+        return mixture
+
     def _step(self, x_BE: Tensor, state: Any, rotary: Rotary | None) -> Tensor:
         """The output of each head, (B, H, D), for one token per row. Overwrites the state."""
         raise TypeError(f"{type(self).__name__} has no step")
-
-    def _local_flops(self, length: int) -> float:
-        """:meth:`mixing_flops` of local attention: 2 * 2 * K per head and visible key."""
-        seen = min(self.window or length, (length + 1) / 2)
-        return 4.0 * self.num_heads * self.head_dim * seen
 
     # --- what they are built with ---------------------------------------------------------------
 
@@ -387,26 +396,8 @@ class Mixer(DenseWeights, InitializedModule):
         if state is None:
             state = EMPTY
         elif state is not EMPTY:
-            self._check_state(name, state, context)
+            check_state(name, state, MixerState, self.carries, context.cu_seqlens is not None)
         return self._project(x_BTE, state, context), context
-
-    def _check_state(self, name: str, state: MixerState, context: Context) -> None:
-        """Raise ValueError if this mixer cannot continue from the state."""
-        if not isinstance(state, MixerState):
-            raise ValueError(
-                f"{name}: state must be the MixerState that came out, got {type(state).__name__}"
-            )
-        parts = ("latent", "linear", "window", "kept", "short_conv", "own")
-        held = {part for part in parts if getattr(state, part) is not None}
-        lacking = [part for part in self.carries if part not in held]
-        if held and lacking:
-            raise ValueError(f"{name}: state must hold {lacking[0]!r}, got another mixer's")
-        # A subclass may have a state of its own besides, or a convolution.
-        surplus = sorted(held - {*self.carries, "own", "short_conv"}) if self.carries else []
-        if surplus:
-            raise ValueError(f"{name}: state must not hold {surplus[0]!r}, got another mixer's")
-        if state.recorded is not None and context.cu_seqlens is not None:
-            raise ValueError(f"{name}: packed sequences cannot be recorded for taking back")
 
     def _end(
         self, x_BTE: Tensor, projected: Projected, after: MixerState | None, context: Context

@@ -59,7 +59,7 @@ class InitializedModule(nn.Module):
             return
         if {"step", "_step"} & own:
             cls.steps = True
-        elif {"forward", "_project", "_attend"} & own:
+        elif {"forward", "_project", "_attend", "_output"} & own:
             cls.steps = False
 
     def initial_values(self) -> dict[str, Tensor]:

@@ -38,11 +38,6 @@ def joined(before: Tree, after: Tree) -> Tree:
     return type(before)(*parts) if hasattr(before, "_fields") else tuple(parts)  # type: ignore
 
 
-def real_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The mask (B, T) bool of the real tokens of ``x`` (B, T, ...)."""
-    return x.new_ones(x.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
-
-
 def advance_position(
     position: Tensor | None, key_mask: Tensor | None, cu_seqlens: Tensor | None, x: Tensor
 ) -> Tensor:

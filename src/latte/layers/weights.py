@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from latte.layers.rollback import PastKeys
-from latte.ops import attention_weights
+from latte.ops import attention_weights, window_log_mass
 from latte.ops.reference import visible_sources
 from latte.ops.tensors import Sequences
 
@@ -55,7 +56,7 @@ class DenseWeights:
             dense = torch.einsum("bhts,bshd->bthd", weights.to(v_BTHD.dtype), v_BTHD)
             # The values are exactly the op's; the gradients are those of the weighted sum.
             out_BTHD = out_BTHD.detach() + (dense - dense.detach())
-        out = self.o_proj(out_BTHD.flatten(-2))
+        out = self.o_proj(self._output(out_BTHD, projected.v, x_BTE).flatten(-2))
         return out, self._end(x_BTE, projected, after, context), weights
 
     def mixing_logits(self: Any, x_BTE: Tensor, *given: Any, **named: Any) -> MixingLogits:
@@ -94,6 +95,92 @@ class DenseWeights:
         if q is not None:
             return softmax_weights(q, k, **local, **shared)
         raise ValueError(f"{type(self).__name__} has no attention weights to show")
+
+
+class MacchiatoWeights(DenseWeights):
+    """The same for :class:`latte.layers.LatteMacchiato`, which divides the past in its own way."""
+
+    def _weights(self: Any, projected: Any, context: Any) -> Tensor:
+        if self.divide(projected, context)[0] is None:
+            return super()._weights(projected, context)
+        without_past = type(projected.state)()
+        given = projected._replace(v=identity_values(projected), state=without_past)
+        out, _ = self._attend(given.v, given, context._replace(output_final_state=False))
+        return out.transpose(1, 2)
+
+    def window_weights(self: Any, near: Any, first: int, context: Any) -> Tensor:
+        """The window's weights of the first tokens among themselves, (B, H, first, first)."""
+        sink_q = None if near.sink_q is None else near.sink_q[:, :first]
+        near = near._replace(q=near.q[:, :first], k=near.k[:, :first], sink_q=sink_q)
+        near = near._replace(v=identity_values(near))
+        branch = self.window_branch(near, context._replace(key_mask=None))
+        return branch[0].transpose(1, 2)
+
+    def _logits(self: Any, projected: Any, context: Any) -> MixingLogits:
+        """The logits of tokens without a past. That of the window has its logsumexp, if joint."""
+        decay = projected.log_decay
+        if decay is not None and self.delay_latents:
+            # A source decays from the token at which the latents read it.
+            T, W = decay.shape[1], self.window
+            decay = F.pad(decay[:, W:], (0, 0, 0, 0, 0, W))[:, :T]
+        logits = remembered(projected, decay)
+        return logits._replace(latent_q=self.mixture(projected, context))
+
+    def mixture(self: Any, projected: Any, context: Any) -> Tensor:
+        """The logits (B, T, H, L+1) of p(l|t), at least fp32 with a joint softmax."""
+        if not self.joint_softmax:
+            return projected.latent_q
+        return with_mass(projected.latent_q, self.window_mass(projected, context))
+
+    def window_mass(self: Any, projected: Any, context: Any) -> Tensor:
+        """The logsumexp of the logits of all exact keys: window, sinks, kept tokens; (B, T, H)."""
+        partition, state = self.divide(projected, context, latents=False)
+        return context.across(window_log_mass)(
+            projected.q,
+            projected.k,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            key_mask=context.key_mask,
+            cu_seqlens=context.cu_seqlens,
+            initial_state=state.window,
+            partition=partition,
+        )
+
+
+def identity_values(near: Any) -> Tensor:
+    """Values (B, T, G, T) for which the output of attention is its weights.
+
+    So soft caps, grouped heads, sinks and norms are exactly those of the model.
+    """
+    B, T, G = near.k.shape[:3]
+    eye = torch.eye(T, dtype=near.v.dtype, device=near.v.device)
+    return eye[None, :, None].expand(B, -1, G, -1)
+
+
+def with_mass(latent_q: Tensor, mass_BTH: Tensor) -> Tensor:
+    """Mixture logits (B, T, H, L+1) plus the window's logsumexp in column 0, in the wider dtype."""
+    return F.pad(mass_BTH[..., None], (0, latent_q.shape[-1] - 1)) + latent_q
+
+
+def window_odds(latent_q_BTHL: Tensor) -> Tensor:
+    """log p(0|t) / (1 - p(0|t)), (B, T, H), at least fp32, from query logits (B, T, H, L+1)."""
+    wide = latent_q_BTHL.to(torch.promote_types(latent_q_BTHL.dtype, torch.float32))
+    return wide[..., 0] - torch.logsumexp(wide[..., 1:], -1)
+
+
+def window_share(latent_q_BTHL: Tensor) -> Tensor:
+    """p(0|t), the window's probability, (B, T, H), from query logits (B, T, H, L+1)."""
+    return torch.sigmoid(window_odds(latent_q_BTHL))
+
+
+def state_probabilities(latent_q_BTHL: Tensor, window: bool) -> Tensor:
+    """p(l|t), at least fp32, from query logits. If there is a window, it is column 0."""
+    wide = latent_q_BTHL.to(torch.promote_types(latent_q_BTHL.dtype, torch.float32))
+    if not window:
+        return wide.softmax(-1)
+    share = window_share(wide)[..., None]
+    return torch.cat([share, (1 - share) * wide[..., 1:].softmax(-1)], -1)
 
 
 def remembered(projected: Any, decay: Tensor | None) -> MixingLogits:

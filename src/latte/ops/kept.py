@@ -86,6 +86,19 @@ class KeptState(NamedTuple):
         late = zeros(latent_k_BTHL), zeros(log_decay_BTHL)
         return cls(keys, values, scores, positions, seen, *late)  # type: ignore[arg-type]
 
+    def is_of(self, count: int, window: int, block: int) -> bool:
+        """Whether the tokens stand in the places that they have with these numbers of tokens."""
+        P, device = window + block - 1, self.positions.device
+        last_N1 = self.seen[:, None] - 1
+        left_N1 = last_N1.div(block, rounding_mode="floor") * block - window  # the last that left
+        place_NP = last_N1 + 1 - P + torch.arange(P, device=device)
+        there_NP = (place_NP >= 0) & (place_NP > left_N1)
+        wanted_NP = torch.where(there_NP, place_NP, -1)
+        kept_NCG, recent_NPG = self.positions.split([count, P], 1)
+        gone_N11 = left_N1.clamp_min(-1)[..., None]
+        fits = (recent_NPG == wanted_NP[..., None]).all() & (kept_NCG <= gone_N11).all()
+        return bool(fits)
+
 
 class KeptLatents(NamedTuple):
     """What the latents of a call with kept tokens are made of.

@@ -15,7 +15,14 @@ from latte.ops.cpp_backend import kept as native_kept
 from latte.ops.isolation import View, isolated
 from latte.ops.kept import Kept, KeptLatents, KeptState, comparable
 from latte.ops.state import LatteState, MacchiatoState, SeenSinks, Sinks, total_log_decay
-from latte.ops.tensors import Local, Sequences, computation_dtype, count_sequences, nothing_out
+from latte.ops.tensors import (
+    Local,
+    Sequences,
+    computation_dtype,
+    count_sequences,
+    nothing_out,
+    on_cpu,
+)
 from latte.ops.torch_backend import kept as torch_kept
 from latte.ops.triton_backend import kept as triton_kept
 from latte.ops.triton_backend.launch import window_unavailable
@@ -56,7 +63,10 @@ def check_kept(
 def check_kept_state(
     op: str, state: Any, kept: Kept, window: int | None, N: int, *like: Tensor | None
 ) -> KeptState | None:
-    """The state fits the call; as wide as k, v and the latent keys (None without latents)."""
+    """The state fits the call; as wide as k, v and the latent keys (None without latents).
+
+    Whether its tokens stand where these numbers of tokens have them is looked at on CPUs alone.
+    """
     if state is None:
         return None
     if not isinstance(state, tuple) or not hasattr(state, "positions"):
@@ -90,7 +100,13 @@ def check_kept_state(
         kind = "floating point" if dtype.is_floating_point else "int64"
         check_state_part(op, name, x, shape, kind, k.device)
         found[name] = x.to(dtype)
-    return KeptState(**found)
+    fitting = KeptState(**found)
+    if on_cpu(fitting.positions) and not fitting.is_of(kept.count, window, kept.block):
+        raise ValueError(
+            f"{op}: initial_state must be that of {kept.count} kept tokens, a window of {window}"
+            f" and blocks of {kept.block}, got a state of other numbers"
+        )
+    return fitting
 
 
 def macchiato(

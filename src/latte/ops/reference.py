@@ -22,6 +22,7 @@ from latte.ops.tensors import (
     Sequences,
     computation_dtype,
     count_sequences,
+    real_tokens,
     sequence_ids,
     sequence_starts,
     without_masked,
@@ -75,7 +76,7 @@ def _own_sources(like: Tensor, sequences: Sequences) -> Tensor:
     """The mask (N, T) bool of each sequence's own real tokens; ``like`` is (B, T, ...)."""
     B, T = like.shape[:2]
     key_mask, cu_seqlens, _ = sequences
-    real = like.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
+    real = real_tokens(like, key_mask)
     if cu_seqlens is None:
         return real
     n = torch.arange(count_sequences(B, cu_seqlens), device=like.device)

@@ -20,7 +20,13 @@ from torch.nn import functional as F
 from latte.ops.kept import Kept, KeptLatents, KeptState, comparable, taken
 from latte.ops.reference import masked_softmax, wide, window_logits
 from latte.ops.state import LatteState, Sinks
-from latte.ops.tensors import Local, Sequences, computation_dtype, without_masked
+from latte.ops.tensors import (
+    Local,
+    Sequences,
+    computation_dtype,
+    real_tokens,
+    without_masked,
+)
 
 
 class Plan(NamedTuple):
@@ -63,7 +69,7 @@ class Places(NamedTuple):
     ) -> Places:
         """The places of rows that are not packed."""
         scores, (B, T, G) = comparable(kept.scores), kept.scores.shape
-        real = scores.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
+        real = real_tokens(scores, key_mask)
         seen = real.new_zeros(B, dtype=torch.long) if state is None else state.seen
         query = seen[:, None] + real.long().cumsum(1) - 1
         after = seen + real.sum(1)

@@ -19,6 +19,7 @@ from latte.ops.tensors import (
     Sequences,
     computation_dtype,
     count_sequences,
+    real_tokens,
     sequence_bounds,
     sequence_ids,
     sequence_starts,
@@ -314,8 +315,7 @@ def final_window_state(
 
     ``window=None`` keeps them all.
     """
-    B, T = k_BTGK.shape[:2]
-    real_BT = k_BTGK.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
+    real_BT = real_tokens(k_BTGK, key_mask)
     if window is not None:
         keys, values, mask = (None, None, None) if initial_state is None else initial_state
         return WindowState(
@@ -328,6 +328,42 @@ def final_window_state(
         both = zip(initial_state, state, strict=True)
         return WindowState(*(torch.cat(pair, 1) for pair in both))
     return WindowState(*(x.clone() for x in state))
+
+
+def first_tokens(
+    k_BTGK: Tensor,
+    v_BTGD: Tensor,
+    count: int,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    earlier: WindowState | None,
+) -> WindowState:
+    """The first ``count`` real tokens of every sequence, (N, n, ...), to be its sinks.
+
+    They are those for these tokens and for the state after them. A query does not see a sink that
+    comes later than the query. ``earlier`` are those before these tokens.
+    """
+    (B, T), real_BT = k_BTGK.shape[:2], real_tokens(k_BTGK, key_mask)
+    if cu_seqlens is not None:
+        start_N1 = cu_seqlens[:-1, None].long()
+        slots_Nn = start_N1 + torch.arange(count, device=k_BTGK.device)
+        mask = slots_Nn < cu_seqlens[1:, None]
+        index = slots_Nn.clamp_max(max(T - 1, 0))
+        return WindowState(k_BTGK[0, index], v_BTGD[0, index], mask & real_BT[0, index])
+    # Without a mask all tokens are real, so only the first can be sinks.
+    first = slice(None if key_mask is not None else count)
+    parts = [(k_BTGK[:, first], v_BTGD[:, first], real_BT[:, first])]
+    if earlier is not None:
+        parts.insert(0, tuple(earlier))  # type: ignore[arg-type]
+    keys, values, mask = (torch.cat(xs, 1) for xs in zip(*parts, strict=True))
+    short = count - mask.shape[1]
+    if short > 0:
+        keys, values = (F.pad(x, (0, 0, 0, 0, 0, short)) for x in (keys, values))
+        mask = F.pad(mask, (0, short))
+    # Real tokens first, in their order: a stable sort by "is padding".
+    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :count]
+    rows = torch.arange(B, device=order.device)[:, None]
+    return WindowState(keys[rows, order], values[rows, order], mask[rows, order])
 
 
 def last_tokens(
@@ -411,8 +447,8 @@ class LateSources(NamedTuple):
         log_mass_NHL: Tensor | None,
     ) -> LateSources:
         """The delayed sources, from these tokens, pending tokens and the latents' earlier state."""
-        (B, T), (key_mask, cu_seqlens, _) = k_BTHL.shape[:2], sequences
-        real = k_BTHL.new_ones(B, T, dtype=torch.bool) if key_mask is None else key_mask
+        T, (key_mask, cu_seqlens, _) = k_BTHL.shape[1], sequences
+        real = real_tokens(k_BTHL, key_mask)
         earlier = (None, None, None) if pending is None else pending
         keys, values, mask = (
             delayed(x, window, cu_seqlens, old)

@@ -129,6 +129,11 @@ def without_masked(key_mask: Tensor | None, x: Tensor) -> Tensor:
     return x.masked_fill(~key_mask.view(*key_mask.shape, *[1] * (x.ndim - 2)), 0.0)
 
 
+def real_tokens(x_BTX: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The mask (B, T) bool of the real tokens of ``x``."""
+    return x_BTX.new_ones(x_BTX.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
+
+
 def count_sequences(B: int, cu_seqlens: Tensor | None) -> int:
     """N: how many sequences there are, from shapes alone."""
     return B if cu_seqlens is None else cu_seqlens.shape[0] - 1

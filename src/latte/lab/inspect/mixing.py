@@ -27,9 +27,8 @@ from latte.conversion.attention import MacchiatoAttention
 from latte.errors import LatteError, one_line
 from latte.lab.inspect.kept import KeptTokens
 from latte.layers import Context, LatteMacchiato, Mixer
-from latte.layers.latents import state_probabilities
 from latte.layers.mixer import EMPTY
-from latte.layers.weights import softmax_weights
+from latte.layers.weights import softmax_weights, state_probabilities
 
 
 @dataclass(frozen=True)
@@ -189,15 +188,16 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> La
     x_BTE, context = _inputs(layer, arguments)
     latent_q, latent_k, q, k = layer.mixing_logits(x_BTE, context=context)
     if isinstance(layer, LatteMacchiato) and q is not None:
-        window, width = layer.window_weights(x_BTE, shown, context), layer.window
+        near = layer.near(x_BTE, EMPTY, context)
+        window, width = layer.window_weights(near, shown, context), layer.window
         if isinstance(layer, MacchiatoAttention) and layer.mixing == "base":
             width = layer.base_window
         if latent_k is not None and layer.delay_latents:
             delay = layer.window
     elif q is not None and k is not None:
         width = layer.window
-        near = (q[:, :shown].float(), k[:, :shown].float())
-        window = softmax_weights(*near, window=width, softcap=layer.softcap)
+        local = (q[:, :shown].float(), k[:, :shown].float())
+        window = softmax_weights(*local, window=width, softcap=layer.softcap)
     elif latent_q is None:
         # Undirected linear attention has weights, but neither latents nor a softmax.
         window = layer.attention_weights(x_BTE[:, :shown])

@@ -21,6 +21,7 @@ from latte.ops.tensors import (
     Local,
     computation_dtype,
     nothing_out,
+    real_tokens,
     sequence_bounds,
 )
 
@@ -53,7 +54,7 @@ def window_log_mass(x: Window) -> Tensor:
         blocks = LOGITS_AT_ONCE // (B * H * C * (window + C))
         at_once = C * blocks if blocks > 1 else C
         runs = -(-T // at_once)  # a compiled graph is for a number of runs, not for a length
-    real = q_BTHK.new_ones(B, T, dtype=torch.bool) if x.key_mask is None else x.key_mask
+    real = real_tokens(q_BTHK, x.key_mask)
     sequence_BT = None
     if x.cu_seqlens is not None:
         token = torch.arange(T, device=q_BTHK.device)
