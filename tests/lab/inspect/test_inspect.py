@@ -91,8 +91,9 @@ def test_half_lives_of_latents_that_forget(seen, byte):
         assert all(row.learnt_half_life > 0 for row in mine if row.state)
         shown = inspection.layers[index].source_weights(0, 48)
         torch.testing.assert_close(shown, weights[0, 0, :48, :48], atol=2e-6, rtol=1e-4)
+    inspection.layers[0].half_lives_2HL[0, 0, 0] = math.inf  # nothing is forgotten
     page = build_page(inspection, summary_rows(inspection))
-    assert re.search(r'"half_lives":\[\[[\d.]+,', page)
+    assert re.search(r'"half_lives":\[\["Infinity",[\d.]+,', page)
 
 
 def test_layers_can_be_chosen(seen):

@@ -38,7 +38,7 @@ GONE = -torch.inf
 # three slots.
 STATES = {
     2: (state([[4, 2, 7, 8, 9], [4, 6, 7, -1, 9]], [[5, 1.5, 0, 0, 0], [3, 2, 0, GONE, 0]]), 2),
-    5: (state([[4, -1, -1, 8, 9], [-1] * 5], [[7, GONE, GONE, 0, 0], [GONE] * 5]), 2),
+    5: (state([[4, -1, -1, 8, 9], [-1] * 5], [[torch.inf, GONE, GONE, 0, 0], [GONE] * 5]), 2),
 }
 KEPT = {layer: KeptTokens.of_state(*given) for layer, given in STATES.items()}
 
@@ -58,12 +58,12 @@ def test_the_tables(tmp_path):
     assert found == [
         *((2, 0, 1, 4, 5.0), (2, 0, 2, 2, 1.5)),
         *((2, 1, 1, 4, 3.0), (2, 1, 2, 6, 2.0)),
-        (5, 0, 1, 4, 7.0),
+        (5, 0, 1, 4, torch.inf),
     ]
     tokens = table(tmp_path / "kept_summary.csv")
     assert [tuple(row.values()) for row in tokens] == [
         ("2", " code", "1", "1", "1.5"),
-        ("4", " 74193", "2", "3", "7"),
+        ("4", " 74193", "2", "3", "inf"),
         ("6", "</script>", "1", "1", "2"),
     ]
     assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
@@ -83,7 +83,7 @@ def test_the_page_has_the_text_and_what_is_kept():
     assert data["tokens"] == TOKENS
     assert data["layers"] == [
         {"number": 2, "window": 7, "groups": [[[4, 5.0], [2, 1.5]], [[4, 3.0], [6, 2.0]]]},
-        {"number": 5, "window": 8, "groups": [[[4, 7.0]], []]},
+        {"number": 5, "window": 8, "groups": [[[4, "Infinity"]], []]},  # as JavaScript reads it
     ]
 
 
