@@ -27,6 +27,7 @@ from latte.lab.evaluate.checkpoint import load_checkpoint
 from latte.lab.evaluate.generate import generate
 from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.serve import server
+from latte.serve.settings import Serving
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("transformers.cli.serving.systemone", reason="a server of Transformers 5.23")
@@ -58,7 +59,7 @@ class Client:
     def __init__(self, name, **serving):
         self.name, self.model_and_tokenizer = name, load_checkpoint(name, "cpu")
         listening = server.listen("localhost", 0)
-        serving = server.Serving(**serving)
+        serving = Serving(**serving)
         self.server, self.end = server.make_server(name, *self.model_and_tokenizer, serving)
         options = {"sockets": [listening]}
         self.thread = threading.Thread(target=self.server.run, kwargs=options)
