@@ -1,6 +1,5 @@
 """lm-evaluation-harness on our models, from local files and without a network."""
 
-import csv
 import importlib.util
 import json
 import socket
@@ -13,6 +12,7 @@ import torch
 from latte.errors import LatteError
 from latte.lab.data import byte_tokenizer
 from latte.lab.evaluate import tasks as harness
+from tests.helpers import read_csv
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes" / "lm_eval"
@@ -74,8 +74,7 @@ def test_a_task_from_local_files(model, offline, monkeypatch, tmp_path, limit):
     assert {row.num_fewshot for row in scores.rows} == {0}
     assert scores.record["start_token_added"] is True and tokenizer.add_bos_token is False
     table, record = harness.write_tasks(tmp_path, scores, "tiny")
-    with open(table, newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(table)
     assert [(row["model"], row["metric"]) for row in rows] == [
         ("tiny", "acc"),
         ("tiny", "acc_norm"),

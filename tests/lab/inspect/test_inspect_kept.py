@@ -3,7 +3,6 @@
 Shape suffixes: N kept tokens, M slots, G groups.
 """
 
-import csv
 import json
 import re
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from latte.lab.inspect.kept import (
 )
 from latte.lab.inspect.mixing import find_layers
 from latte.lab.inspect.report import inspect_model, write_report
+from tests.helpers import read_csv
 
 TOKENS = ["<s>", "the", " code", " is", " 74193", "\n", "</script>", " so", " it", " is"]
 
@@ -43,24 +43,19 @@ STATES = {
 KEPT = {layer: KeptTokens.of_state(*given) for layer, given in STATES.items()}
 
 
-def table(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def test_the_tables(tmp_path):
     write_kept(tmp_path, TOKENS, KEPT, "a model, 10 tokens")
     assert {path.name for path in tmp_path.iterdir()} == set(FILES)
     found = [
         (int(r["layer"]), int(r["group"]), int(r["rank"]), int(r["position"]), float(r["score"]))
-        for r in table(tmp_path / "kept.csv")
+        for r in read_csv(tmp_path / "kept.csv")
     ]
     assert found == [
         *((2, 0, 1, 4, 5.0), (2, 0, 2, 2, 1.5)),
         *((2, 1, 1, 4, 3.0), (2, 1, 2, 6, 2.0)),
         (5, 0, 1, 4, torch.inf),
     ]
-    tokens = table(tmp_path / "kept_summary.csv")
+    tokens = read_csv(tmp_path / "kept_summary.csv")
     assert [tuple(row.values()) for row in tokens] == [
         ("2", " code", "1", "1", "1.5"),
         ("4", " 74193", "2", "3", "inf"),
@@ -90,22 +85,19 @@ def test_the_page_has_the_text_and_what_is_kept():
 def test_nothing_has_left_the_window(tmp_path):
     empty = {0: KeptTokens.of_state(state([[-1, -1, 0, 1]], [[GONE, GONE, 0, 0]], 2), 2)}
     write_kept(tmp_path, TOKENS[:2], empty, "short")
-    assert summary(TOKENS[:2], empty) == [] and table(tmp_path / "kept_summary.csv") == []
+    assert summary(TOKENS[:2], empty) == [] and read_csv(tmp_path / "kept_summary.csv") == []
     assert "none has left the window yet" in outline(TOKENS[:2], empty)
 
 
-def test_models_without_kept_tokens_have_no_such_files(make_model, tmp_path):
-    from latte.lab.data.tokenizers import byte_tokenizer
-
+def test_models_without_kept_tokens_have_no_such_files(make_model, byte, tmp_path):
     model = make_model("latte-r-swa++")
     assert collect_kept(model, [1, 2, 3], find_layers(model)) == {}
-    inspection = inspect_model(model, byte_tokenizer(), "a text", shown=4, read=8)
+    inspection = inspect_model(model, byte, "a text", shown=4, read=8)
     assert not inspection.kept and not set(write_report(inspection, tmp_path)) & set(FILES)
 
 
-def test_a_models_own(make_model, tmp_path):
+def test_a_models_own(make_model, byte, tmp_path):
     """The tokens with the largest scores of all that have left the window, of each group."""
-    from latte.lab.data.tokenizers import byte_tokenizer
     from latte.models import LatteConfig
 
     if not hasattr(LatteConfig, "kept_sizes"):
@@ -114,7 +106,7 @@ def test_a_models_own(make_model, tmp_path):
         *("latte-r-swa++",),
         **{"kept_tokens": 4, "kept_block": 4, "delay_latents": True, "joint_softmax": True},
     )
-    inspection = inspect_model(model, byte_tokenizer(), "the mean of all " * 8, shown=32, read=96)
+    inspection = inspect_model(model, byte, "the mean of all " * 8, shown=32, read=96)
     assert list(inspection.kept) == [0, 1] and set(FILES) <= set(write_report(inspection, tmp_path))
     for found in inspection.kept.values():
         assert found.positions_NG.shape == (4, found.groups)
