@@ -73,7 +73,7 @@ def test_byte_ids(tokenizer):
     text = "aé\n"
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert document_ends(tokenizer) == (257, 256) and tokenizer.pad_token_id == 258
-    assert len(tokenizer) == model_vocab_size(tokenizer) == 259 and is_byte_tokenizer(tokenizer)
+    assert len(tokenizer) == 259 and is_byte_tokenizer(tokenizer)
     assert is_byte_tokenizer(load_tokenizer("byte"))
 
 
@@ -113,6 +113,14 @@ def test_fingerprint_ignores_padding_and_truncation(bpe, tokenizer):
 def test_the_bytes_of_tokens_are_those_of_the_text(any_tokenizer, text):
     ids = any_tokenizer.encode(text, add_special_tokens=False)
     assert b"".join(token_bytes(any_tokenizer, index) for index in ids) == text.encode()
+
+
+def test_vocabulary_sizes(tokenizer):
+    assert model_vocab_size(tokenizer) == 259
+    assert model_vocab_size(tokenizer, multiple_of=64) == 320
+    assert model_vocab_size(tokenizer, at_least=50267) == 50267
+    with pytest.raises(LatteError, match="multiple_of must be"):
+        model_vocab_size(tokenizer, multiple_of=0)
 
 
 def test_very_long_documents_are_cut_where_the_ids_do_not_change(bpe):

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 REPLACEMENT = "\ufffd"  # what decoding gives in place of bytes that are no character
-MIN_FREQUENCY = 2  # of an entry of a vocabulary, in the text that it is learnt from
 EOS, BOS, PAD = "<|endoftext|>", "<|startoftext|>", "<|pad|>"
 
 
@@ -74,6 +73,7 @@ def train_bpe(
     documents: Iterable[str],
     vocab_size: int,
     *,
+    min_frequency: int = 2,
     total_bytes: int | None = None,
     progress: bool = True,
 ) -> PreTrainedTokenizerFast:
@@ -89,7 +89,7 @@ def train_bpe(
     backend = _backend(use_regex=True)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=MIN_FREQUENCY,
+        min_frequency=min_frequency,
         special_tokens=[EOS, BOS, PAD],
         initial_alphabet=list(byte_alphabet()),
         show_progress=False,
@@ -109,7 +109,7 @@ def train_bpe(
     if size != vocab_size:
         raise LatteError(
             f"the text is too small for a vocabulary of {vocab_size}: only {size} entries occur at "
-            f"least {MIN_FREQUENCY} times in {state.done:,} bytes"
+            f"least {min_frequency} times in {state.done:,} bytes"
         )
     return _wrapped(backend)
 
@@ -163,9 +163,18 @@ def document_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     return (eos if bos is None else bos), eos
 
 
-def model_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Number of rows that a model's embedding needs for all ids."""
-    return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
+def model_vocab_size(
+    tokenizer: PreTrainedTokenizerBase, *, multiple_of: int = 1, at_least: int = 0
+) -> int:
+    """Number of rows that a model's embedding needs: all ids, rounded up to a multiple.
+
+    ``at_least=50267`` gives the paper's vocabulary with GPT-2's tokeniser (50257 ids).
+    """
+    if multiple_of < 1:
+        raise LatteError(f"multiple_of must be at least 1, got {multiple_of}")
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    needed = max(len(tokenizer), largest + 1, at_least)
+    return -(-needed // multiple_of) * multiple_of
 
 
 def check_fits(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
