@@ -101,6 +101,31 @@ def make_model():
 
 
 @pytest.fixture(scope="session")
+def byte():
+    """The tokenizer of bytes."""
+    from latte.lab.data.tokenizers import byte_tokenizer
+
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def mistake(capsys):
+    """mistake(main, *arguments) -> the one line that a command says, which ends with code 2."""
+
+    def run(main, *arguments):
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:  # argparse
+            code = stop.code
+        said = capsys.readouterr().err
+        assert code == 2 and said.count("\n") == 1 and "Traceback" not in said
+        return said
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def save_llama():
     """save_llama(folder, scale, **fields) -> the folder with a random Llama of Transformers, whose
     weights are so many times larger, and with the tokenizer of bytes.

@@ -1,18 +1,11 @@
 """The commands at work, on a checkpoint of a few steps."""
 
-import csv
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from latte.cli import main
 from latte.cli.parser import parse
+from tests.helpers import python, read_csv
 
-SOURCES = Path(__file__).parents[2] / "src"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)}
 COMMANDS = ("", "train", "evaluate", "generate", "serve", "compare", "convert", "inspect",
             "benchmark", "doctor")  # fmt: skip
 
@@ -27,11 +20,7 @@ def test_help_imports_nothing_heavy(command):
         "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "assert code == 0 and not heavy, (code, heavy)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=ENVIRONMENT
-    )
-    assert done.returncode == 0, done.stderr
-    assert "usage: latte" in done.stdout
+    assert "usage: latte" in python("-c", script).stdout
 
 
 def test_overrides_may_stand_anywhere_after_the_recipe(capsys):
@@ -47,13 +36,7 @@ def test_overrides_may_stand_anywhere_after_the_recipe(capsys):
 def test_version_and_module_entry():
     import latte
 
-    done = subprocess.run(
-        [sys.executable, "-m", "latte.cli", "--version"],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-    )
-    assert (done.returncode, done.stdout) == (0, f"latte {latte.__version__}\n")
+    assert python("-m", "latte.cli", "--version").stdout == f"latte {latte.__version__}\n"
 
 
 @pytest.mark.parametrize("preset", ["latte-r-swa++", "transformer++"])
@@ -62,8 +45,7 @@ def test_evaluate_writes_a_table_a_csv_and_a_plot(place, preset, tmp_path, capsy
     assert main([*arguments, "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "bits/byte" in out and "every row scores the same" in out
-    with open(tmp_path / "evaluation.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(tmp_path / "evaluation.csv")
     assert [row["length"] for row in rows] == ["16", "64"]
     assert len({(row["tokens"], row["text_bytes"]) for row in rows}) == 1
     assert (tmp_path / "evaluation.png").read_bytes().startswith(b"\x89PNG")
@@ -137,21 +119,14 @@ def test_compare_lists_and_reports_several_seeds(place, tmp_path, capsys):
 @pytest.mark.slow
 def test_torchrun_compares_several_seeds(place, tmp_path):
     """One process speaks and writes; each run uses both."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "-m", "latte.cli", "compare", str(place.recipe())),
-            *("--presets", "latte++,swa++", "--seeds", "0,1", f"output_dir={tmp_path / 'two'}"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**ENVIRONMENT, "LATTE_CACHE": str(place.folder / "cache")},
+    done = python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "latte.cli", "compare", place.recipe(), f"output_dir={tmp_path / 'two'}"),
+        *("--presets", "latte++,swa++", "--seeds", "0,1"),
+        LATTE_CACHE=str(place.folder / "cache"),
     )
-    assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("on 2 processes") == 4 and done.stdout.count("written: ") == 1
-    with open(tmp_path / "two" / "seeds.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(tmp_path / "two" / "seeds.csv")
     assert len(rows) == 4 and not any(row["problem"] for row in rows)
 
 

@@ -1,18 +1,11 @@
 """Blocks and windows cut over two processes, as torchrun starts them, against one process."""
 
-import csv
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import torch
 from safetensors.torch import load_file
 
 from latte.cli import main
 from latte.lab.data.blocks import SharedBlocks
-
-SOURCES = Path(__file__).parents[2] / "src"
+from tests.helpers import python, read_csv
 
 # What torchrun does, its processes forked from one that has imported what each of them needs.
 LAUNCH = """
@@ -47,21 +40,13 @@ sys.exit(max(launch(*sys.argv[1:]).values()))
 def scores(folder):
     rows = []
     for name in ("evaluation.csv", "positions.csv"):
-        with open(folder / name, newline="") as file:
-            rows += csv.DictReader(file)
+        rows += read_csv(folder / name)
     assert len(rows) == 6
     return [[float(row[name]) for name in ("length", "tokens", "loss")] for row in rows]
 
 
 def test_two_processes_train_and_score_as_one(place, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCH, str(place.recipe()), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = python("-c", LAUNCH, place.recipe(), tmp_path)
     assert "4 steps of 64 tokens on 2 processes" in done.stdout  # both have the same blocks
     alone, two, resumed = (
         load_file(folder / "model.safetensors")

@@ -1,10 +1,7 @@
 """`latte doctor`: a report that never fails, for people and for programs."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +10,7 @@ import transformers
 import latte
 from latte.cli import main
 from latte.ops import cpp_backend, default_backend
-
-SOURCES = Path(__file__).parents[2] / "src"
+from tests.helpers import ROOT, python
 
 
 @pytest.fixture
@@ -25,11 +21,11 @@ def found(capsys):
 
 def test_it_tells_versions_threads_malloc_and_gpu(found):
     versions = found["versions"]
-    assert versions["latte"] == latte.__version__ and versions["folder"] == str(SOURCES / "latte")
+    assert versions["latte"] == latte.__version__ and versions["folder"] == str(ROOT / "src/latte")
     assert versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert versions["transformers"] == transformers.__version__ and "triton" in versions
     assert versions["python"] == sys.version.split()[0]
-    if (SOURCES.parent / ".git").exists():
+    if (ROOT / ".git").exists():
         assert versions["commit"].removesuffix("-dirty").isalnum()
     assert found["threads"]["PyTorch"] == torch.get_num_threads()
     assert found["malloc"]["keeps freed memory"] is False  # LATTE_KEEP_MEMORY=0 of these tests
@@ -71,11 +67,7 @@ def test_kernels_that_are_required_and_absent_are_an_error():
         "def work(): import latte.ops.cpp_backend\n"
         "assert (doctor, exit_code('latte', work, '')) == (2, 2)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "LATTE_NATIVE": "require"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", code, LATTE_NATIVE="require")
     native = json.loads(done.stdout)["native"]
     assert native["kernels"] is False and native["LATTE_NATIVE"] == "require"
     line = f"latte: error: LATTE_NATIVE=require: {native['why not']}\n"

@@ -1,7 +1,5 @@
 """`latte evaluate` beyond held-out text: tasks, and the controls of converted models."""
 
-import csv
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -9,20 +7,9 @@ from pathlib import Path
 import pytest
 
 from latte.cli import main
+from tests.helpers import read_csv
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is missing")
-def test_tasks_write_a_table_a_csv_and_a_record(place, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    arguments = ["evaluate", str(place.trained()), "--tasks", "recipes/lm_eval/local.yaml"]
-    assert main([*arguments, "--limit", "3", "--output", str(tmp_path)]) == 0
-    assert "acc_norm" in capsys.readouterr().out
-    record = json.loads((tmp_path / "tasks.json").read_text())
-    assert record["limit"] == 3 and record["rows"][0]["samples"] == 3
-    with open(tmp_path / "tasks.csv", newline="") as file:
-        assert [row["task"] for row in csv.DictReader(file)] == ["sums", "sums"]
 
 
 def test_generate_prints_no_prompt_before_its_error(place, refused, tmp_path):
@@ -57,12 +44,11 @@ def test_a_converted_model_and_its_controls(save_llama, tmp_path, capsys):
     losses = {}
     for mixing in ("window", "latents", "base"):
         assert main([*arguments, "--mixing", mixing]) == 0
-        with open(folder / f"evaluation-{mixing}" / "evaluation.csv", newline="") as file:
-            (row,) = csv.DictReader(file)
+        (row,) = read_csv(folder / f"evaluation-{mixing}" / "evaluation.csv")
         assert row["model"] == f"converted ({mixing})"
         losses[mixing] = row["loss"]
     assert len(set(losses.values())) == 3
     assert not (folder / "evaluation").exists()
     assert main(["evaluate", str(base), *arguments[2:]]) == 0
-    with open(base / "evaluation" / "evaluation.csv", newline="") as file:
-        assert float(next(csv.DictReader(file))["loss"]) == pytest.approx(float(losses["base"]))
+    (row,) = read_csv(base / "evaluation" / "evaluation.csv")
+    assert float(row["loss"]) == pytest.approx(float(losses["base"]))

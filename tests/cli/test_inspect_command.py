@@ -1,11 +1,10 @@
 """`latte inspect` at work."""
 
-import csv
-
 import pytest
 
 from latte.cli import main
 from latte.cli.parser import parse
+from tests.helpers import read_csv
 
 FILES = {"summary.csv", "index.html"}
 SETTINGS = {"summary.settings.json"}
@@ -24,8 +23,7 @@ def test_inspect_writes_tables_figures_and_a_page(place, preset, tmp_path, capsy
     assert all(name in out for name in expected)
     assert f"{preset}: 1 layers of 2 heads, 25 tokens read, 25 of them shown" in out
     assert ("effective latents" in out) == latents and ("no latents" in out) != latents
-    with open(tmp_path / "summary.csv", newline="") as file:
-        assert [row["layer"] for row in csv.DictReader(file)] == ["1", "1"]
+    assert [row["layer"] for row in read_csv(tmp_path / "summary.csv")] == ["1", "1"]
 
 
 def test_inspect_reads_a_file_and_writes_beside_the_checkpoint(place, tmp_path, capsys):

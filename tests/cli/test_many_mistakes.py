@@ -125,8 +125,9 @@ def refuse(case, box, capsys):
 
 @pytest.mark.parametrize("case", list(commands(SAID)), ids=lambda case: case.name)
 def test_what_the_line_says(case, box, capsys):
-    if "--tasks" in case.name and importlib.util.find_spec("lm_eval") is None:
-        pytest.skip("lm-eval is missing")
+    for part, package in (("--tasks", "lm_eval"), ("serve", "prometheus_client")):
+        if part in case.name and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is missing")
     assert SAID[case.name] in refuse(case, box, capsys)
 
 

@@ -1,9 +1,10 @@
 """The differences between models on the results pages are those of their runs."""
 
-import csv
 import re
 
 import pytest
+
+from tests.helpers import read_csv
 
 NAMES = {
     "`latte-conv-swa-f++`, 64 latents a head": "latte-conv-swa-f++, num_latents=256",
@@ -32,8 +33,7 @@ def script(script_of):
 @pytest.fixture
 def pairs(root):
     """The rows of pairs.csv by table, left model, right model and part."""
-    with open(root / "experiments/figures/pairs.csv", newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(root / "experiments/figures/pairs.csv")
     return {(row["table"], row["left"], row["right"], row["part"]): row for row in rows}
 
 

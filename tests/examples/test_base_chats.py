@@ -3,13 +3,11 @@
 import json
 
 import pytest
-from transformers import set_seed
 
 from examples import base_chats
 from latte.lab.data import PackedBlocks
 from latte.lab.data.preparing import DataSection, prepare_text
 from latte.lab.data.tokenizers import byte_tokenizer
-from latte.models import LatteForCausalLM, preset_config
 
 TEMPLATE = (
     "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}<|endoftext|>{% endfor %}"
@@ -18,13 +16,10 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def folder(tmp_path):
-    set_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = LatteForCausalLM(preset_config("transformer++", "tiny", **sizes))
+def folder(make_model, tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    model.save_pretrained(tmp_path / "base")
+    make_model("transformer++").save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 

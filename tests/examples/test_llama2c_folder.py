@@ -116,17 +116,14 @@ BAD_TOKENIZERS = {
 
 
 @pytest.fixture
-def refused(tmp_path, capsys):
+def refused(tmp_path, mistake):
     """refused(checkpoint, tokenizer, output): the one line of a refusal that writes nothing."""
 
     def run(*arguments):
         before = sorted(tmp_path.rglob("*"))
-        assert main([str(argument) for argument in arguments]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert len(captured.err.splitlines()) == 1 and "Traceback" not in captured.err
+        line = mistake(main, *arguments)
         assert sorted(tmp_path.rglob("*")) == before
-        return captured.err
+        return line
 
     return run
 

@@ -1,9 +1,6 @@
 """Parts of a sequence on several processes against the whole on one; see `processes.py`."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from latte.models import LatteForCausalLM, LatteForSequenceClassification, prese
 from latte.models.modeling import language_model
 from latte.models.registry import find_model
 from latte.parallel import context_parallel, shard_batch
+from tests.helpers import python
 
 HERE = Path(__file__).parent
 TINY = {
@@ -27,14 +25,7 @@ TINY = {
 def found(tmp_path_factory):
     """What each case found, by the number of processes."""
     out = tmp_path_factory.mktemp("processes")
-    done = subprocess.run(
-        [sys.executable, str(HERE / "processes.py"), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    python(HERE / "processes.py", out, MKL_NUM_THREADS="1")
     return {world: json.loads((out / f"{world}.json").read_text()) for world in (2, 3, 4)}
 
 

@@ -161,23 +161,6 @@ def test_the_command_answers_its_own_names(folder, monkeypatch):
     assert limits == (2**20, 7, 9, 2.5)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("--max-body", "0", "max-body: expected at least 1, got 0"),
-        ("--max-messages", "0", "max-messages: expected at least 1, got 0"),
-        ("--max-characters", "-1", "max-characters: expected at least 1, got -1"),
-        ("--client-timeout", "0", "client-timeout: expected at least 1, got 0"),
-        ("--client-timeout", "nan", "client-timeout: expected at least 1, got nan"),
-        ("--allowed-hosts", "a.com:80", "expected names without a port"),
-    ],
-)
-def test_wrong_limits_are_one_line(folder, capsys, option, value, said):
-    assert main(["serve", folder, "--port", "0", option, value]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
-
-
 def test_a_page_of_another_site_can_send_no_request(client):
     """Without asking first, a browser sends a body as plain text alone."""
     for kind in ("text/plain", "application/x-www-form-urlencoded"):

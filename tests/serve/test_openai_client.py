@@ -18,13 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from latte.lab.data.tokenizers import byte_tokenizer
 from latte.models import LatteForCausalLM, preset_config
 from latte.serve import handlers, requests
+from tests.serve.test_prompts import CHATML
 from tests.serve.test_server import Client, openai
 
 END, SIZE = 256, 264
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def scripted(folder, tokenizer, script):
@@ -95,51 +92,37 @@ def client(request):
     return request.getfixturevalue(f"{request.param}_client")
 
 
-def completed(client, **fields):
-    """Texts and reasons of a completion's choices, and its usage: whole, and from a stream."""
+def answered(client, chat=False, **fields):
+    """Texts of an answer's choices, and why they end: of the whole one, and of a stream."""
+    api, kind, prefix = client.api.completions, "text_completion", "cmpl-"
+    if chat:
+        api, kind, prefix = client.api.chat.completions, "chat.completion", "chatcmpl-"
+        fields = {"messages": [{"role": "user", "content": "K"}], **fields}
     ask = {"model": client.name, "temperature": 0, **fields}
-    whole = client.api.completions.create(**ask)
-    assert [choice.index for choice in whole.choices] == list(range(len(whole.choices)))
-    assert whole.object == "text_completion" and whole.id.startswith("cmpl-")
-    yield [one.text for one in whole.choices], [one.finish_reason for one in whole.choices]
+    whole = api.create(**ask)
+    count = len(whole.choices)
+    assert [choice.index for choice in whole.choices] == list(range(count))
+    assert whole.object == kind and whole.id.startswith(prefix)
+    assert all(one.message.role == "assistant" for one in whole.choices if chat)
+    texts = [one.message.content if chat else one.text for one in whole.choices]
+    yield texts, [one.finish_reason for one in whole.choices]
     if fields.get("best_of"):
         return
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    *events, last = client.api.completions.create(**ask, **options)
-    count = len(whole.choices)
-    texts, reasons = [""] * count, [None] * count
+    *events, last = api.create(**ask, **options)
+    texts, reasons, roles = [""] * count, [None] * count, {}
     for event in events:
         (choice,) = event.choices
         assert reasons[choice.index] is None and event.usage is None
-        texts[choice.index] += choice.text
+        if chat:
+            assert roles.setdefault(choice.index, choice.delta.role) == "assistant"
+        texts[choice.index] += (choice.delta.content or "") if chat else choice.text
         reasons[choice.index] = choice.finish_reason
     yield texts, reasons
     assert last.choices == []
     assert last.usage.prompt_tokens == whole.usage.prompt_tokens
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     assert {event.id for event in (*events, last)} == {last.id}
-
-
-def chatted(client, **fields):
-    """The same of a chat."""
-    messages = [{"role": "user", "content": "K"}]
-    ask = {"model": client.name, "temperature": 0, "messages": messages, **fields}
-    whole = client.api.chat.completions.create(**ask)
-    assert {choice.message.role for choice in whole.choices} == {"assistant"}
-    assert whole.object == "chat.completion" and whole.id.startswith("chatcmpl-")
-    texts = [choice.message.content for choice in whole.choices]
-    yield texts, [one.finish_reason for one in whole.choices]
-    events = list(client.api.chat.completions.create(**ask, stream=True))
-    count = len(whole.choices)
-    texts, reasons, roles = [""] * count, [None] * count, [None] * count
-    for event in events:
-        (choice,) = event.choices
-        assert reasons[choice.index] is None and event.usage is None
-        roles[choice.index] = roles[choice.index] or choice.delta.role
-        assert roles[choice.index] == "assistant"
-        texts[choice.index] += choice.delta.content or ""
-        reasons[choice.index] = choice.finish_reason
-    yield texts, reasons
 
 
 # What the server answers: fields of a request, the texts of its choices, why they end.
@@ -192,13 +175,13 @@ CHATS = [
 
 @pytest.mark.parametrize(("client", "fields", "texts", "reasons"), COMPLETIONS, indirect=["client"])
 def test_completions(client, fields, texts, reasons):
-    for answer in completed(client, **fields):
+    for answer in answered(client, **fields):
         assert answer == (texts, reasons)
 
 
 @pytest.mark.parametrize(("client", "fields", "texts", "reasons"), CHATS, indirect=["client"])
 def test_chats(client, fields, texts, reasons):
-    for answer in chatted(client, **fields):
+    for answer in answered(client, chat=True, **fields):
         assert answer == (texts, reasons)
 
 

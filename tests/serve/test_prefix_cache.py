@@ -158,6 +158,12 @@ def test_a_state_that_grows_is_counted_as_large_as_it_is():
     assert len(store) == 2  # none every few pieces: each would hold all tokens before
 
 
+def on_disk(path, model, room=10**8):
+    """A reader whose states are also kept as files, and their folder."""
+    folder = StateFolder(path, model, room)
+    return Reader(model, PIECE, StateStore(10**7, folder)), folder
+
+
 class Broken(RuntimeError):
     """A forward that ends in the middle, after the first layer has read."""
 
@@ -290,8 +296,8 @@ def test_a_chat_that_is_split_for_its_next_turn_delays_no_other(engine):
 @pytest.mark.parametrize("harm", ["shape", "values"])
 def test_a_damaged_file_of_one_prompt_ends_no_other_answer(tmp_path, harm):
     model = build()
-    folder = StateFolder(tmp_path, model, 10**8)
-    read(Reader(model, PIECE, StateStore(10**7, folder)), text(19))
+    reader, folder = on_disk(tmp_path, model)
+    read(reader, text(19))
     folder.close()
     for file in tmp_path.rglob("*.safetensors"):
         {"shape": of_another_shape, "values": flipped("layers.0.latent.mean")}[harm](file)
@@ -320,8 +326,8 @@ def test_rows_share_no_step_whose_frequencies_the_longest_one_chooses(scaling, s
 
 def test_states_survive_a_restart(tmp_path):
     model = build()
-    folder = StateFolder(tmp_path, model, 10**8)
-    read(Reader(model, PIECE, StateStore(10**7, folder)), text(40), (20,))
+    reader, folder = on_disk(tmp_path, model)
+    read(reader, text(40), (20,))
     folder.close()
     files = sorted(tmp_path.rglob("*.safetensors"))
     assert len(files) == len(folder) == 2
@@ -329,8 +335,8 @@ def test_states_survive_a_restart(tmp_path):
     assert sorted(load_state(file, model).get_seq_length() for file in files) == [20, 40]
     assert sorted(len(read_state(file, model)[1]) for file in files) == [20, 40]
 
-    again = StateFolder(tmp_path, model, 10**8)
-    reading = read(Reader(model, PIECE, StateStore(10**7, again)), text(40), (20,))
+    reader, again = on_disk(tmp_path, model)
+    reading = read(reader, text(40), (20,))
     assert reading.reused == 40
     anew = read(Reader(model, PIECE), text(40), (20,))
     assert torch.equal(logits(model, reading.cache), logits(model, anew.cache))
@@ -372,8 +378,8 @@ def of_another_shape(file):
 )
 def test_a_damaged_file_is_set_aside_and_its_text_read_anew(tmp_path, harm):
     model = build()
-    folder = StateFolder(tmp_path, model, 10**8)
-    read(Reader(model, PIECE, StateStore(10**7, folder)), text(40), (20,))
+    reader, folder = on_disk(tmp_path, model)
+    read(reader, text(40), (20,))
     folder.close()
     files = sorted(tmp_path.rglob("*.safetensors"))
     for file in files:
@@ -399,13 +405,12 @@ def test_a_damaged_file_is_set_aside_and_its_text_read_anew(tmp_path, harm):
 
 def test_the_folder_is_bounded(tmp_path):
     model = build()
-    one = StateFolder(tmp_path / "one", model, 10**8)
-    read(Reader(model, PIECE, StateStore(10**7, one)), text(16))
+    reader, one = on_disk(tmp_path / "one", model)
+    read(reader, text(16))
     one.close()
-    folder = StateFolder(tmp_path / "some", model, int(3.5 * one.nbytes))
-    store = StateStore(10**7, folder)
+    reader, folder = on_disk(tmp_path / "some", model, int(3.5 * one.nbytes))
     for seed in range(6):
-        read(Reader(model, PIECE, store), text(16, seed))
+        read(reader, text(16, seed))
     folder.close()
     assert len(list((tmp_path / "some").rglob("*.safetensors"))) == len(folder) == 3
     again = StateFolder(tmp_path / "some", model, int(2.5 * one.nbytes))
@@ -416,8 +421,7 @@ def test_the_folder_is_bounded(tmp_path):
 
 def test_a_state_that_cannot_be_written_stops_no_other(tmp_path, monkeypatch):
     model = build()
-    folder = StateFolder(tmp_path, model, 10**8)
-    reader = Reader(model, PIECE, StateStore(10**7, folder))
+    reader, folder = on_disk(tmp_path, model)
     failed = threading.Event()
 
     def fails_later(*given):
@@ -443,8 +447,7 @@ def test_a_folder_closes_in_time_when_its_disk_hangs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(state_folder, "save_state", save)
     model = build()
-    folder = StateFolder(tmp_path, model, 10**8)
-    reader = Reader(model, PIECE, StateStore(10**7, folder))
+    reader, folder = on_disk(tmp_path, model)
     read(reader, text(16))
     assert hangs.wait(60)
     read(reader, text(16, seed=1))

@@ -141,23 +141,10 @@ def chat(options: Namespace) -> int:
 
 def serve(options: Namespace) -> int:
     """latte serve CHECKPOINT"""
-    from latte.serve.server import Serving
     from latte.serve.server import serve as run
+    from latte.serve.settings import Serving
 
-    serving = Serving(
-        compiled=options.compile,
-        slots=options.max_batch,
-        piece=options.prefill_piece,
-        state_cache=options.state_cache,
-        state_folder=options.state_cache_dir,
-        state_folder_room=options.state_cache_disk,
-        longest=options.max_length,
-        body=options.max_body,
-        messages=options.max_messages,
-        characters=options.max_characters,
-        patience=options.client_timeout,
-        hosts=options.allowed_hosts,
-    )
+    serving = Serving(**picked(options, *(each.name for each in Serving.options())))
     run(options.checkpoint, serving=serving, **picked(options, "host", "port", "device", "dtype"))
     return 0
 

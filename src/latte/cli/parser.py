@@ -11,6 +11,7 @@ from latte import __version__
 from latte.cli import commands
 from latte.lab.command_line import OneLineParser
 from latte.layers.latent_fields import ConversionOptions, default_in_words, flag, options_of
+from latte.serve.settings import Serving
 
 RUN = "a folder written by latte train or save_pretrained, or a GGUF file"
 DEVICE = "such as cpu or cuda; a GPU if there is one"
@@ -311,71 +312,16 @@ def _serve(command: Any) -> None:
         default=8000,
         help="port number; 0 takes a free port, printed when ready",
     )
-    add(
-        "--compile",
-        action="store_true",
-        help="compile a step first; requests are then answered one by one",
-    )
     add("--device", help=DEVICE)
     add("--dtype", help=DTYPE)
-    add("--max-batch", type=int, default=8, help="largest number of requests that share a step")
-    add(
-        "--prefill-piece",
-        type=int,
-        help="largest number of prompt tokens read between two steps; 256 on a CPU, else 2048",
-    )
-    add(
-        "--max-length",
-        type=int,
-        help="largest number of tokens of prompt and answer; more is refused",
-    )
-    add(
-        "--state-cache",
-        type=size,
-        default=2**30,
-        metavar="SIZE",
-        help="size of the states kept in memory, such as 1GiB (the default); 0 keeps none",
-    )
-    add(
-        "--state-cache-dir",
-        metavar="DIR",
-        help="folder where states are also kept as files, for the next start",
-    )
-    add(
-        "--state-cache-disk",
-        type=size,
-        default=10 * 2**30,
-        metavar="SIZE",
-        help="size of these files, 10GiB by default",
-    )
-    add(
-        "--max-body",
-        type=size,
-        default=4 * 2**20,
-        metavar="SIZE",
-        help="largest size of a request, 4MiB by default",
-    )
-    add("--max-messages", type=int, default=4096, help="largest number of messages of a chat")
-    add(
-        "--max-characters",
-        type=int,
-        default=2_000_000,
-        help="largest number of characters of a request",
-    )
-    add(
-        "--client-timeout",
-        type=float,
-        default=30,
-        metavar="SECONDS",
-        help="how long to wait for the rest of a request, or for a client that reads nothing",
-    )
-    add(
-        "--allowed-hosts",
-        type=listed,
-        metavar="NAMES",
-        help="names in URLs that the server answers to, separated by commas; at a loopback address"
-        " those of this machine are added, elsewhere all are answered if none is named",
-    )
+    kinds = {None: int, "SIZE": size, "DIR": str, "SECONDS": float, "NAMES": listed}
+    for each in Serving.options():
+        name, metavar = each.metadata["flag"], each.metadata["metavar"]
+        about: dict[str, Any] = {"action": "store_true"}
+        if each.default is not False:
+            shown = metavar or name.replace("-", "_").upper()
+            about = {"type": kinds[metavar], "metavar": shown, "default": each.default}
+        add(f"--{name}", dest=each.name, help=each.metadata["help"], **about)
 
 
 def _compare(command: Any) -> None:

@@ -22,9 +22,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from transformers.utils.import_utils import is_serve_available
 from latte.errors import LatteError, one_line
 from latte.lab.evaluate.checkpoint import load_checkpoint
 from latte.lab.evaluate.generate import compile_step, has_steps, keeps_state, text_ends
+from latte.serve.settings import Serving
 
 ROUTES = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
@@ -44,67 +45,8 @@ ROUTES = (
 # second.
 PIECES = {"cpu": 256, "other": 2048}
 REQUEST_ID = b"x-request-id"
-# Fields of the settings that are numbers: their options on the command line, and least values.
-OPTIONS = {
-    "slots": ("max-batch", 1),
-    "piece": ("prefill-piece", 1),
-    "state_cache": ("state-cache", 0),
-    "longest": ("max-length", 1),
-    "body": ("max-body", 1),
-    "messages": ("max-messages", 1),
-    "characters": ("max-characters", 1),
-    "patience": ("client-timeout", 1),
-}
 THREADS = 64  # number of requests that are checked and split, or wait for that, at the same time
 GRACE = 3  # number of seconds that answers have to end when the server ends
-
-
-@dataclass
-class Serving:
-    """Settings of a server.
-
-    Attributes:
-        compiled: Whether to compile a step of decoding before the first request. Requests are then
-            answered one by one.
-        slots: Largest number of requests that share a step.
-        piece: Largest number of tokens of a prompt that are read between two steps; None is
-            :data:`PIECES`.
-        state_cache: Number of bytes of states that are kept in memory; 0 keeps none.
-        state_folder: Folder where states are also kept, for the next start.
-        state_folder_room: Largest number of bytes of files in that folder.
-        longest: Largest number of tokens of prompt and answer together; None is no limit.
-        threads: Number of threads that compute; None leaves PyTorch's number.
-        body: Largest number of bytes of a request.
-        messages: Largest number of messages of a chat.
-        characters: Largest number of characters of all strings of a request.
-        patience: Number of seconds after which a client is dropped that neither sends the rest of a
-            request nor reads its answer.
-        hosts: Names by which requests may call the server, without ports; None are all.
-            :func:`serve` adds those of a loopback address.
-    """
-
-    compiled: bool = False
-    slots: int = 8
-    piece: int | None = None
-    state_cache: int = 2**30
-    state_folder: str | Path | None = None
-    state_folder_room: int = 10 * 2**30
-    longest: int | None = None
-    threads: int | None = None
-    body: int = 4 * 2**20
-    messages: int = 4096
-    characters: int = 2_000_000
-    patience: float = 30
-    hosts: Sequence[str] | None = None
-
-    def check(self) -> None:
-        """Raise LatteError for numbers that are out of range."""
-        for name, (option, least) in OPTIONS.items():
-            value = getattr(self, name)
-            if value is not None and not value >= least:  # nor nan
-                raise LatteError(f"{option}: expected at least {least}, got {value}")
-        if self.state_folder is not None and not self.state_cache:
-            raise LatteError("state-cache-dir: expected a --state-cache above 0 beside it, got 0")
 
 
 def serve(

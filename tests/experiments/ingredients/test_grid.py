@@ -1,6 +1,5 @@
 """The grid of ingredients: equal parameters, its plan, and runs that are done once."""
 
-import csv
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from experiments.ingredients.run import IngredientsGrid, main
 from latte.errors import LatteError
 from latte.models import count_parameters
 from latte.models.registry import find_model
+from tests.helpers import read_csv
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes/ingredients"
@@ -54,8 +54,7 @@ def recipe_file(tmp_path):
 
 
 def rows(folder):
-    with open(folder / "runs.csv", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_csv(folder / "runs.csv")
 
 
 # ---- equal parameters
@@ -128,10 +127,8 @@ def test_the_plan_orders_the_runs_and_each_is_done_once(recipe_file):
         ("models.gate.fit=size", "models.gate: .*size"),
     ],
 )
-def test_mistakes_are_one_line(recipe_file, override, message, capsys):
-    assert main([str(recipe_file), override, "--dry-run"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+def test_mistakes_are_one_line(recipe_file, override, message, mistake):
+    mistake(main, recipe_file, override, "--dry-run")
     with pytest.raises(LatteError, match=message):
         planned(load(recipe_file, [override]))
 
@@ -139,7 +136,7 @@ def test_mistakes_are_one_line(recipe_file, override, message, capsys):
 # ---- runs
 
 
-def test_runs_are_done_once_and_reported(recipe_file, monkeypatch, capsys):
+def test_runs_are_done_once_and_reported(recipe_file, monkeypatch, mistake):
     monkeypatch.setattr(IngredientsGrid, "apart", False)
     one = "plan=[{models: [gate, alone], rates: [1e-2]}]"
     assert main([str(recipe_file), one, "--quiet"]) == 0
@@ -163,10 +160,8 @@ def test_runs_are_done_once_and_reported(recipe_file, monkeypatch, capsys):
     assert f"{paired:+.4f}" in (folder / "runs.md").read_text()
 
     # Other settings by the same name are refused where they are wanted, and not reported.
-    capsys.readouterr()
     changed = "training.batch_size=3"
-    assert main([str(recipe_file), other, changed, "--report"]) == 2
-    assert "holds another run: " in capsys.readouterr().err
+    assert "holds another run: " in mistake(main, recipe_file, other, changed, "--report")
 
 
 def forbidden_for(name):

@@ -55,18 +55,6 @@ def gradients(out, parts):
 # ---- the op
 
 
-def test_two_tokens_by_hand():
-    """Keys 1, 3/2 and values 2, 3 after the first token; 5/2, 3/2 and 5, 3 after the second."""
-    q = torch.tensor([1.0, 3.0]).double().log().view(1, 2, 1, 1)
-    k, v = (torch.tensor(x).double().view(1, 2, 1, 1) for x in ([2.0, 4.0], [4.0, 8.0]))
-    decay = torch.tensor([[0.5, 0.25], [0.5, 1.0]]).double().log().view(1, 2, 1, 2)
-    expected = torch.tensor([2.5, 0.75 * 5 + 0.25 * 3]).double().view(1, 2, 1, 1)
-    for out in recurrence_and_chunks([q, k, v, decay]):
-        torch.testing.assert_close(out, expected, **TOLERANCE)
-    slots = gated_slots(q, k, v, decay)[1]
-    torch.testing.assert_close(slots[0, 0], torch.tensor([[2.5, 5.0], [1.5, 3.0]]).double())
-
-
 def test_it_is_the_published_recurrence():
     parts = [waves(3, 0), waves(3, 100), waves(2, 200), F.logsigmoid(waves(4, 300))]
     for out in recurrence_and_chunks(parts):
@@ -101,12 +89,6 @@ def test_any_decay_is_finite_and_right(pattern, dtype):
     found = gradients(out, parts)
     assert all(x.isfinite().all() for x in found)
     torch.testing.assert_close(found, gradients(expected, parts), **tolerance)
-
-
-def test_slots_that_forget_all_hold_the_last_token_and_those_that_forget_nothing_stay_empty():
-    q, k, v, decay = (x.detach() for x in given(40))
-    torch.testing.assert_close(gated_slots(q, k, v, decay.fill_(-100.0))[0], v, **TOLERANCE)
-    assert not gated_slots(q, k, v, decay.zero_())[0].any()
 
 
 # ---- the mixer

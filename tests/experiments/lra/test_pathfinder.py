@@ -9,6 +9,7 @@ from experiments.lra.data import PathfinderOptions, load_task
 from experiments.lra.data import pathfinder as module
 from experiments.lra.data.pathfinder import picture
 from latte.errors import LatteError
+from tests.experiments.lra.test_listops import sequences
 
 SMALL = PathfinderOptions(
     contour_length=6, train_examples=12, validation_examples=4, test_examples=4
@@ -58,7 +59,7 @@ def test_a_picture_depends_on_seed_and_index_alone():
 def test_splits_are_kept_and_are_not_each_others(tmp_path):
     task = load_task("pathfinder", SMALL, tmp_path)
     again = load_task("pathfinder", SMALL, tmp_path)
-    pictures = [e.sequence(i).tobytes() for e in task.splits().values() for i in range(len(e))]
+    pictures = [one for examples in task.splits().values() for one in sequences(examples)]
     assert len(set(pictures)) == len(pictures) == 20
     assert (task.train.tokens_S == again.train.tokens_S).all()
     assert (task.test.sequence(1) == picture(SMALL, 1)[0].reshape(-1)).all()

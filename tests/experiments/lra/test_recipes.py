@@ -104,7 +104,6 @@ def test_documented_commands_could_be_typed(page, count):
         (["task=listop"], "task: expected one of listops, text"),
         (["data.min_lenght=3"], "nearest valid key is 'data.min_length'"),
         (["data.min_length=12"], "expected a length between them"),
-        (["training.max_epochs=1"], ""),
         (["training.max_epochs=1", "training.max_steps=1"], "exactly one of training.max_steps"),
         (["training.batch_size=0"], "training.batch_size: expected a number above 0, got 0"),
         (["training.warmup_steps=-1"], "training.warmup_steps: expected 0 or more"),
@@ -120,33 +119,26 @@ def test_documented_commands_could_be_typed(page, count):
         (["select=[neither]"], "no model is called 'neither'; expected some of both, window"),
     ],
 )
-def test_mistakes_are_one_line(recipe_file, tmp_path, capsys, overrides, message):
-    code = main([str(recipe_file), *overrides, "--dry-run"])
-    error = capsys.readouterr().err
-    if not message:  # an override of the length replaces the recipe's
-        assert code == 0
-        return
-    assert code == 2 and error.count("\n") == 1
+def test_mistakes_are_one_line(recipe_file, tmp_path, mistake, overrides, message):
+    error = mistake(main, recipe_file, *overrides, "--dry-run")
     assert message in error and error.startswith("lra: error: ")
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_files(tiny, recipe_file, tmp_path, capsys):
-    assert main([str(tmp_path / "none.yaml")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+def test_missing_files(tiny, recipe_file, tmp_path, mistake):
+    assert "does not exist" in mistake(main, tmp_path / "none.yaml")
     recipe_file.write_text("models: {}")
-    assert main([str(recipe_file)]) == 2
-    assert "missing key 'task': expected one of listops" in capsys.readouterr().err
+    assert "missing key 'task': expected one of listops" in mistake(main, recipe_file)
     recipe_file.write_text(
         yaml.safe_dump({**tiny, "task": "text", "data": {"train": "no.jsonl", "test": "no.jsonl"},
                         "output_dir": str(tmp_path / "out")})
     )  # fmt: skip
-    assert main([str(recipe_file), "--quiet"]) == 2
-    assert "no.jsonl: no such file or folder" in capsys.readouterr().err
+    assert "no.jsonl: no such file or folder" in mistake(main, recipe_file, "--quiet")
 
 
 def test_a_dry_run_and_the_balance_train_nothing(recipe_file, tmp_path, capsys):
-    assert main([str(recipe_file), "--dry-run"]) == 0
+    # An override of the length replaces the recipe's.
+    assert main([str(recipe_file), "training.max_epochs=1", "--dry-run"]) == 0
     assert capsys.readouterr().out.endswith("2 runs\n")
     assert main([str(recipe_file), "--balance"]) == 0
     table = capsys.readouterr().out

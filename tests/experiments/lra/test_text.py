@@ -11,6 +11,7 @@ import pytest
 from experiments.lra.data import ListOpsOptions, RetrievalOptions, TextOptions, load_task
 from experiments.lra.data.examples import Examples
 from latte.errors import LatteError
+from tests.experiments.lra.test_listops import sequences
 
 ROWS = [{"text": f"review {i} " + "ä good film " * (i % 5), "label": i % 2} for i in range(200)]
 
@@ -31,28 +32,24 @@ def options(tmp_path):
     )
 
 
-def texts(examples):
-    return [examples.sequence(i).tobytes() for i in range(len(examples))]
-
-
 def test_bytes_and_labels(options):
     task = load_task("text", options, "unused")
-    assert texts(task.test) == [row["text"].encode()[:30] for row in ROWS[:10]]
+    assert sequences(task.test) == [row["text"].encode()[:30] for row in ROWS[:10]]
     assert task.test.labels_N.tolist() == [0, 1] * 5
-    both = texts(task.train) + texts(task.validation)
+    both = sequences(task.train) + sequences(task.validation)
     assert sorted(both) == sorted(row["text"].encode()[:30] for row in ROWS)
 
 
 def test_the_validation_split_goes_by_the_text_alone(options, tmp_path):
     task = load_task("text", options, "unused")
     assert 8 <= len(task.validation) <= 35  # a tenth of 200, more or less
-    assert not set(texts(task.train)) & set(texts(task.validation))
+    assert not set(sequences(task.train)) & set(sequences(task.validation))
     again = write(tmp_path / "again.jsonl.xz", [*ROWS[::-1], *ROWS])
     turned = load_task("text", replace(options, train=again), "unused")
-    assert set(texts(turned.validation)) == set(texts(task.validation))
+    assert set(sequences(turned.validation)) == set(sequences(task.validation))
     assert len(turned.validation) == 2 * len(task.validation)  # copies stay on one side
     other = load_task("text", replace(options, seed=1), "unused")
-    assert set(texts(other.validation)) != set(texts(task.validation))
+    assert set(sequences(other.validation)) != set(sequences(task.validation))
 
 
 @pytest.mark.parametrize(
@@ -73,18 +70,17 @@ def test_a_wrong_row(options, tmp_path, row, message):
 
 
 def test_mistakes(options, tmp_path):
-    with pytest.raises(LatteError, match="no such file"):
-        load_task("text", replace(options, test=str(tmp_path / "none.jsonl")), "unused")
     one_class = write(tmp_path / "ones.jsonl.xz", [row for row in ROWS if row["label"]])
-    with pytest.raises(LatteError, match=r"label 0 and with label 1, got 100 with \[1\]"):
-        load_task("text", replace(options, test=one_class), "unused")
     (tmp_path / "plain.txt").write_text("a film")
-    with pytest.raises(LatteError, match="plain.txt: expected JSON lines"):
-        load_task("text", replace(options, test=str(tmp_path / "plain.txt")), "unused")
-    with pytest.raises(LatteError, match="data.validation_share: expected between 0 and 1"):
-        load_task("text", replace(options, validation_share=1.0), "unused")
-    with pytest.raises(LatteError, match="data.max_length: expected at least 1, got 0"):
-        load_task("text", replace(options, max_length=0), "unused")
+    for fields, message in (
+        ({"test": str(tmp_path / "none.jsonl")}, "no such file"),
+        ({"test": one_class}, r"label 0 and with label 1, got 100 with \[1\]"),
+        ({"test": str(tmp_path / "plain.txt")}, "plain.txt: expected JSON lines"),
+        ({"validation_share": 1.0}, "data.validation_share: expected between 0 and 1"),
+        ({"max_length": 0}, "data.max_length: expected at least 1, got 0"),
+    ):
+        with pytest.raises(LatteError, match=message):
+            load_task("text", replace(options, **fields), "unused")
     with pytest.raises(LatteError, match="task: expected one of listops, text.*got 'images'"):
         load_task("images", options, "unused")
     with pytest.raises(LatteError, match="expected TextOptions, got ListOpsOptions"):

@@ -1,6 +1,5 @@
 """The MQAR grid, from a recipe to the report, on cells that take seconds."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from experiments.mqar.recipe import Cell, load, runs
 from experiments.mqar.report import best, markdown
 from experiments.mqar.run import RESULT_FILE, MQARSweep, main
 from experiments.mqar.training import count_correct, query_logits, train_run
+from tests.helpers import read_csv
 
 ROOT = Path(__file__).parents[3]
 TINY = {
@@ -138,8 +138,7 @@ def test_a_grid_reports_and_resumes_run_by_run(recipe_file, tmp_path, monkeypatc
     assert "| `both` | 16 | 4 |" in printed and "| `window` | 16 | - |" in printed
     results = sorted(out.rglob(RESULT_FILE))
     assert len(results) == 8  # 2 cells, 2 models, 2 learning rates
-    with open(out / "accuracy.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(out / "accuracy.csv")
     assert len(rows) == 8
     assert {(row["model"], row["window"], row["latents"]) for row in rows} == {
         ("both", "4", "4"),
@@ -267,15 +266,11 @@ def test_recipes_have_runs_and_every_control(name):
         (["select=[]"], "select: expected at least one model"),
     ],
 )
-def test_mistakes_are_one_line(recipe_file, tmp_path, capsys, overrides, message):
-    assert main([str(recipe_file), *overrides]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error and error.startswith("mqar: error: ")
+def test_mistakes_are_one_line(recipe_file, tmp_path, mistake, overrides, message):
+    error = mistake(main, recipe_file, *overrides)
+    assert message in error and error.startswith("mqar: error: ")
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_arguments_are_one_line(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["recipe.yaml", "--reprot"])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and "--reprot" in error
+def test_wrong_arguments_are_one_line(mistake):
+    assert "--reprot" in mistake(main, "recipe.yaml", "--reprot")

@@ -1,6 +1,5 @@
 """The probes' cases are what they say, and their scores are those of whole forward passes."""
 
-import csv
 import json
 import math
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from experiments.probes import scores as probing
 from experiments.probes.run import main
 from latte.lab.data import byte_tokenizer
 from latte.models import LatteForCausalLM, preset_config
+from tests.helpers import read_csv
 
 TEXT = "".join(chr(97 + (i * i + i // 7) % 26) if i % 6 else " " for i in range(3000))
 
@@ -227,8 +227,9 @@ def test_results_do_not_depend_on_batches(model, material, tmp_path, monkeypatch
     spread = next(row for row in one if row.metric == "nll")
     assert spread.stderr is not None and spread.stderr > 0
     probe_report.write_probes(tmp_path / "probes.csv", one, "m")
-    with open(tmp_path / "probes.csv", newline="") as file:
-        assert [row["metric"] for row in csv.DictReader(file)] == [row.metric for row in one]
+    assert [row["metric"] for row in read_csv(tmp_path / "probes.csv")] == [
+        row.metric for row in one
+    ]
     table = probe_report.probes_table(one)
     assert "retrieval (3 cases each)" in table and "repeated_4_greedy" in table
 
@@ -256,8 +257,7 @@ def test_the_command_writes_a_table_a_csv_and_a_plot(checkpoint, tmp_path, capsy
     assert main([*arguments, "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "retrieval (2 cases each)" in out and "token_match_unseen" in out
-    with open(tmp_path / "probes.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(tmp_path / "probes.csv")
     cells = {(row["probe"], row["length"], row["depth"]) for row in rows}
     depths = {("retrieval", n, d) for n in ("230", "256") for d in ("0.0", "1.0")}
     assert cells == depths | {("copy", "230", ""), ("copy", "256", "")}
@@ -283,11 +283,6 @@ def test_the_command_writes_a_table_a_csv_and_a_plot(checkpoint, tmp_path, capsy
         (["--probes", "copy", "--mixing", "window"], "expected a converted model"),
     ],
 )
-def test_mistakes_of_the_command_are_one_line(checkpoint, tmp_path, capsys, options, message):
-    try:
-        code = main([str(checkpoint), *options, "--output", str(tmp_path / "out")])
-    except SystemExit as stop:  # argparse
-        code = stop.code
-    error = capsys.readouterr().err
-    assert code == 2 and error.count("\n") == 1 and message in error
+def test_mistakes_of_the_command_are_one_line(checkpoint, tmp_path, mistake, options, message):
+    assert message in mistake(main, checkpoint, *options, "--output", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -2,14 +2,14 @@ import json
 
 import pytest
 
-from latte.lab.data import byte_tokenizer, open_corpus, tokenize_corpus
+from latte.lab.data import open_corpus, tokenize_corpus
 
 DOCUMENTS = [f"Document {i}: " + "some words, " * (i % 7) + f"the end of {i}.\n" for i in range(60)]
 
 
-@pytest.fixture(scope="session")
-def tokenizer():
-    return byte_tokenizer()
+@pytest.fixture
+def tokenizer(byte):
+    return byte
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
-import subprocess
-import sys
-
 from latte.lab.data import open_corpus
 from latte.lab.data.embedded import embedded_files, families
+from tests.helpers import python
 
 
 def test_sizes_and_both_kinds_of_text():
@@ -44,6 +42,8 @@ def test_another_process_has_the_same_split_and_imports_little():
         "('datasets', 'transformers', 'tokenizers', 'pyarrow', 'pandas', 'torch')"
         " if name in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     corpus = open_corpus("embedded")
-    assert run.stdout.split() == [corpus.fingerprint("train"), corpus.fingerprint("validation")]
+    assert python("-c", code).stdout.split() == [
+        corpus.fingerprint("train"),
+        corpus.fingerprint("validation"),
+    ]

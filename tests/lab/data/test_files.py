@@ -52,14 +52,6 @@ def test_every_format_round_trips(tmp_path, kind, compression):
     assert read(path) == texts
 
 
-def test_parquet_that_is_not_utf8_is_one_line(tmp_path):
-    offsets, data = pa.py_buffer(b"\0\0\0\0\3\0\0\0\6\0\0\0"), pa.py_buffer(b"abc\xff\xfed")
-    table = pa.table({"text": pa.StringArray.from_buffers(2, offsets, data)})
-    pq.write_table(table, tmp_path / "bad.parquet")
-    with pytest.raises(LatteError, match=r"bad.parquet, rows 1 to 2: expected UTF-8 text"):
-        read(tmp_path / "bad.parquet")
-
-
 def test_a_pipe_in_a_folder_is_one_line(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     os.mkfifo(tmp_path / "b.txt")
@@ -123,25 +115,33 @@ def test_sample_text_is_drawn_from_everywhere(jsonl):
     assert numbers == sorted(numbers) and numbers[0] < 50 and numbers[-1] > 350
 
 
-BAD_LINES = {
-    "malformed": (b'{"text": "a"}\n{"text": "b"\n', r"c\.jsonl, line 2: malformed JSON"),
-    "not an object": (b'{"text": "a"}\n\n["b"]\n', r"line 3: expected a JSON object, found list"),
-    "no field": (b'{"body": "a", "id": 1}\n', r"line 1: no field 'text'; there is 'body', 'id'"),
-    "not text": (b'{"text": 7}\n', r"line 1: field 'text' must hold text, found int"),
-    "binary": (b'{"text": "a"}\n\x00\x01\n', r"line 2: expected UTF-8 text, found a binary file"),
-    "thousands of digits": (b'{"text": "a", "n": ' + b"7" * 5000 + b"}\n", "malformed JSON .*dig"),
-    "thousands of brackets": (b"[" * 100_000 + b"\n", "line 1: malformed JSON"),
-    "latin-1": (
-        '{"text": "é"}\n'.encode("latin-1"),
-        r"line 1: expected UTF-8 text, found byte 0xe9",
+NOT_UTF8 = [pa.py_buffer(x) for x in (b"\0\0\0\0\3\0\0\0\6\0\0\0", b"abc\xff\xfed")]
+BAD_FILES = [
+    (".jsonl", b'{"text": "a"}\n{"text": "b"\n', r"c\.jsonl, line 2: malformed JSON"),
+    (".jsonl", b'{"text": "a"}\n\n["b"]\n', r"line 3: expected a JSON object, found list"),
+    (".jsonl", b'{"body": "a", "id": 1}\n', r"line 1: no field 'text'; there is 'body', 'id'"),
+    (".jsonl", b'{"text": 7}\n', r"line 1: field 'text' must hold text, found int"),
+    (".jsonl", b'{"text": "a"}\n\0\1\n', "line 2: expected UTF-8 text, found a binary file"),
+    (".jsonl", b'{"text": "a", "n": ' + b"7" * 5000 + b"}\n", "malformed JSON .*dig"),
+    (".jsonl", b"[" * 100_000 + b"\n", "line 1: malformed JSON"),
+    (".jsonl", b'{"text": "\xe9"}\n', "line 1: expected UTF-8 text, found byte 0xe9"),
+    (".parquet", parquet_bytes(TEXTS, "body"), "no column 'text'; there is 'n', 'body'"),
+    (".parquet", parquet_bytes([1, 2]), "column 'text' must hold text, found int64"),
+    (".parquet", parquet_bytes(["a", None]), "row 2: column 'text' holds no text"),
+    (".parquet", parquet_bytes(TEXTS)[:-30], "not a Parquet file, or a truncated one"),
+    (
+        ".parquet",
+        parquet_bytes(pa.StringArray.from_buffers(2, *NOT_UTF8)),
+        r"c\.parquet, rows 1 to 2: expected UTF-8 text",
     ),
-}
+    (".txt", b"\x7fELF\0\0", r"c\.txt: expected UTF-8 text, found a binary file"),
+    (".txt", b"caf\xe9", "found byte 0xe9 at position 3"),
+]
 
 
-@pytest.mark.parametrize("case", BAD_LINES)
-def test_bad_json_lines(tmp_path, case):
-    data, message = BAD_LINES[case]
-    path = tmp_path / "c.jsonl"
+@pytest.mark.parametrize(("suffix", "data", "message"), BAD_FILES, ids=range(len(BAD_FILES)))
+def test_bad_files(tmp_path, suffix, data, message):
+    path = tmp_path / f"c{suffix}"
     path.write_bytes(data)
     with pytest.raises(LatteError, match=message) as caught:
         read(path)
@@ -161,10 +161,8 @@ def test_every_kind_of_text_in_parquet(tmp_path, kind):
         "string_view": pa.string_view(),
         "large_string": pa.large_string(),
     }
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"text": pa.array(["one", "two", "one"]).cast(kinds[kind])}), sink)
     path = tmp_path / "c.parquet"
-    path.write_bytes(sink.getvalue().to_pybytes())
+    path.write_bytes(parquet_bytes(pa.array(["one", "two", "one"]).cast(kinds[kind])))
     assert read(path) == ["one", "two", "one"]
 
 
@@ -187,31 +185,6 @@ def test_a_single_text_is_cut_near_its_end(tmp_path):
         corpus = open_corpus(path, held_out=0.01)
         train, held_out = (list(corpus.documents(s))[0] for s in ("train", "validation"))
         assert train + held_out == text and len(train) == cut
-
-
-def test_bad_parquet(tmp_path):
-    path = tmp_path / "c.parquet"
-    path.write_bytes(parquet_bytes(TEXTS, "body"))
-    with pytest.raises(LatteError, match="no column 'text'; there is 'n', 'body'"):
-        read(path)
-    with pytest.raises(LatteError, match="column 'n' must hold text, found int64"):
-        read(path, field="n")
-    path.write_bytes(parquet_bytes(["a", None]))
-    with pytest.raises(LatteError, match="row 2: column 'text' holds no text"):
-        read(path)
-    path.write_bytes(parquet_bytes(TEXTS)[:-30])
-    with pytest.raises(LatteError, match="not a Parquet file, or a truncated one"):
-        read(path)
-
-
-def test_bad_text(tmp_path):
-    path = tmp_path / "c.txt"
-    path.write_bytes(b"\x7fELF\x00\x00")
-    with pytest.raises(LatteError, match=r"c\.txt: expected UTF-8 text, found a binary file"):
-        read(path)
-    path.write_bytes(b"caf\xe9")
-    with pytest.raises(LatteError, match="found byte 0xe9 at position 3"):
-        read(path)
 
 
 def test_bad_specs(tmp_path):
@@ -261,8 +234,7 @@ def test_of_few_documents_the_last_part_of_each_is_held_out(tmp_path, kind):
         for n, text in enumerate(texts):
             (tmp_path / f"{n}.txt").write_text(text)
     else:
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (tmp_path / "all.jsonl").write_text(lines)
+        (tmp_path / "all.jsonl").write_bytes(jsonl_bytes(texts))
     corpus = open_corpus(tmp_path)
     train, held_out = (list(corpus.documents(side)) for side in ("train", "validation"))
     assert [a + b for a, b in zip(train, held_out, strict=True)] == texts

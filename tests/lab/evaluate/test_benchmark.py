@@ -1,7 +1,5 @@
 """`latte benchmark` at tiny sizes: every case has a time, memory grows with the inputs."""
 
-import csv
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from latte.errors import LatteError
 from latte.lab.evaluate.benchmark import COLUMNS, Settings, benchmark, check
 from latte.lab.evaluate.benchmark_ops import OPS
 from latte.models.registry import find_model
+from tests.helpers import read_csv
 
 TINY = {
     "heads": 2, "latents": 4, "head_dim": 8, "window": 16, "lengths": (20, 40), "budget": 1e-3,
@@ -22,8 +21,7 @@ def test_every_case_has_a_time(tmp_path, capsys):
     assert len(rows) == 2 * (2 * len(OPS) + 2 * len(models) + 1)  # decode: the preset's alone
     assert all(0 < row["min_ms"] <= row["median_ms"] <= row["p90_ms"] for row in rows)
     assert capsys.readouterr().out.count(" tokens ") == len(rows)
-    with open(tmp_path / "benchmark.csv", newline="") as file:
-        stored = list(csv.DictReader(file))
+    stored = read_csv(tmp_path / "benchmark.csv")
     assert len(stored) == len(rows) and tuple(stored[0]) == COLUMNS
     assert {row["torch"] for row in stored} == {torch.__version__}
     used = {row["name"]: row["backend"] for row in stored if row["mode"] == "forward"}

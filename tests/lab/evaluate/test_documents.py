@@ -231,37 +231,6 @@ def test_templates(folders, notes):
         talk.say("b")
 
 
-@pytest.mark.parametrize(
-    ("command", "content", "more", "said"),
-    [
-        ("chat", b"\x00\x01\x02", (), "found a binary file"),
-        ("chat", b"\xff\xfe\xfd", (), "expected UTF-8 text, found byte 0xff"),
-        ("generate", b" \n", ("--prompt", "a"), "expected some text, found none"),
-        ("chat", None, (), "cannot be read"),
-        ("generate", b"a", (), "expected a question or a text to continue with in --prompt"),
-        ("generate", b"a", ("--prompt", "a", "--file", "b"), "--read and --file: expected one"),
-        ("generate", b"a", ("--prompt", "a", "--compile"), "--read and --compile: expected one"),
-        ("chat", b"a", ("--file", "b"), "--read and --file: expected one of them"),
-    ],
-)
-def test_mistakes_are_one_line(folders, tmp_path, command, content, more, said, capsys):
-    if content is not None:
-        (tmp_path / "notes.txt").write_bytes(content)
-    file = str(tmp_path / "notes.txt")
-    assert main([command, str(folders / "own"), "--read", file, *more]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and said in err
-    assert sorted(tmp_path.iterdir()) == ([tmp_path / "notes.txt"] if content is not None else [])
-
-
-def test_options_that_need_others(folders, capsys):
-    assert main(["chat", str(folders / "own"), "--state-dir", "x"]) == 2
-    assert "--state-dir goes with --read" in capsys.readouterr().err
-    plain = ["chat", str(folders / "plain"), "--read", __file__]
-    assert main(plain) == 2
-    assert "(--read)" in capsys.readouterr().err
-
-
 def test_a_model_that_keeps_nothing_is_one_line(folders, notes, monkeypatch):
     model, tokens = load_checkpoint(folders / "base")
     monkeypatch.setattr(model, "_supports_default_dynamic_cache", lambda: False)

@@ -1,6 +1,5 @@
 """lm-evaluation-harness on our models, from local files and without a network."""
 
-import csv
 import importlib.util
 import json
 import socket
@@ -13,6 +12,7 @@ import torch
 from latte.errors import LatteError
 from latte.lab.data import byte_tokenizer
 from latte.lab.evaluate import tasks as harness
+from tests.helpers import read_csv
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes" / "lm_eval"
@@ -74,8 +74,7 @@ def test_a_task_from_local_files(model, offline, monkeypatch, tmp_path, limit):
     assert {row.num_fewshot for row in scores.rows} == {0}
     assert scores.record["start_token_added"] is True and tokenizer.add_bos_token is False
     table, record = harness.write_tasks(tmp_path, scores, "tiny")
-    with open(table, newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(table)
     assert [(row["model"], row["metric"]) for row in rows] == [
         ("tiny", "acc"),
         ("tiny", "acc_norm"),
@@ -195,20 +194,23 @@ def test_the_harness_is_not_installed(monkeypatch):
 
 @needs_harness
 @pytest.mark.parametrize("kind", ["multiple_choice", "generate_until"])
-def test_an_answer_longer_than_the_context_is_named(model, offline, tmp_path, kind):
-    """Not as the harness's own assertion, which says neither."""
-    row = {"question": "what", "choices": ["a", "b" * 39], "answer": 0}
-    (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n")
-    more = {
-        "multiple_choice": "doc_to_choice: choices\n",
-        "generate_until": "generation_kwargs: {until: ['.'], max_gen_toks: 40}\n",
-    }
-    (tmp_path / "long.yaml").write_text(
-        f"task: long\ndataset_path: json\noutput_type: {kind}\ntest_split: validation\n"
-        f"dataset_kwargs: {{data_files: {{validation: {tmp_path / 'long.jsonl'}}}}}\n"
-        "doc_to_text: question\ndoc_to_target: answer\n" + more[kind]
-    )
-    tasks = harness.load_tasks([str(tmp_path / "long.yaml")])
+def test_an_answer_longer_than_the_context_is_named(model, offline, tmp_path, kind, monkeypatch):
+    """Before the first task is run, and not as the harness's own assertion."""
+    other = {"multiple_choice": "generate_until", "generate_until": "multiple_choice"}[kind]
+    for name, output, size in (("fits", other, 9), ("long", kind, 40)):
+        row = {"question": "what", "choices": ["a", "b" * (size - 1)], "answer": 0}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        more = {
+            "multiple_choice": "doc_to_choice: choices\n",
+            "generate_until": f"generation_kwargs: {{until: ['.'], max_gen_toks: {size}}}\n",
+        }
+        (tmp_path / f"{name}.yaml").write_text(
+            f"task: {name}\ndataset_path: json\noutput_type: {output}\ntest_split: validation\n"
+            f"dataset_kwargs: {{data_files: {{validation: {tmp_path / name}.jsonl}}}}\n"
+            "doc_to_text: question\ndoc_to_target: answer\n" + more[output]
+        )
+    tasks = harness.load_tasks([str(tmp_path / f"{name}.yaml") for name in ("fits", "long")])
+    monkeypatch.setattr(model, "forward", lambda *_, **__: pytest.fail("a task is run"))
     message = "^task long: an answer.* has 40 tokens, and the model sees 32; .*--max-length of"
     with pytest.raises(LatteError, match=message):
         harness.evaluate_tasks(model, byte_tokenizer(), tasks, max_length=32)

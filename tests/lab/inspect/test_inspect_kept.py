@@ -3,7 +3,6 @@
 Shape suffixes: N kept tokens, M slots, G groups.
 """
 
-import csv
 import json
 import re
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from latte.lab.inspect.kept import (
 )
 from latte.lab.inspect.mixing import find_layers
 from latte.lab.inspect.report import inspect_model, write_report
+from tests.helpers import read_csv
 
 TOKENS = ["<s>", "the", " code", " is", " 74193", "\n", "</script>", " so", " it", " is"]
 
@@ -38,14 +38,9 @@ GONE = -torch.inf
 # three slots.
 STATES = {
     2: (state([[4, 2, 7, 8, 9], [4, 6, 7, -1, 9]], [[5, 1.5, 0, 0, 0], [3, 2, 0, GONE, 0]]), 2),
-    5: (state([[4, -1, -1, 8, 9], [-1] * 5], [[7, GONE, GONE, 0, 0], [GONE] * 5]), 2),
+    5: (state([[4, -1, -1, 8, 9], [-1] * 5], [[torch.inf, GONE, GONE, 0, 0], [GONE] * 5]), 2),
 }
 KEPT = {layer: KeptTokens.of_state(*given) for layer, given in STATES.items()}
-
-
-def table(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def test_the_tables(tmp_path):
@@ -53,17 +48,17 @@ def test_the_tables(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == set(FILES)
     found = [
         (int(r["layer"]), int(r["group"]), int(r["rank"]), int(r["position"]), float(r["score"]))
-        for r in table(tmp_path / "kept.csv")
+        for r in read_csv(tmp_path / "kept.csv")
     ]
     assert found == [
         *((2, 0, 1, 4, 5.0), (2, 0, 2, 2, 1.5)),
         *((2, 1, 1, 4, 3.0), (2, 1, 2, 6, 2.0)),
-        (5, 0, 1, 4, 7.0),
+        (5, 0, 1, 4, torch.inf),
     ]
-    tokens = table(tmp_path / "kept_summary.csv")
+    tokens = read_csv(tmp_path / "kept_summary.csv")
     assert [tuple(row.values()) for row in tokens] == [
         ("2", " code", "1", "1", "1.5"),
-        ("4", " 74193", "2", "3", "7"),
+        ("4", " 74193", "2", "3", "inf"),
         ("6", "</script>", "1", "1", "2"),
     ]
     assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
@@ -83,29 +78,26 @@ def test_the_page_has_the_text_and_what_is_kept():
     assert data["tokens"] == TOKENS
     assert data["layers"] == [
         {"number": 2, "window": 7, "groups": [[[4, 5.0], [2, 1.5]], [[4, 3.0], [6, 2.0]]]},
-        {"number": 5, "window": 8, "groups": [[[4, 7.0]], []]},
+        {"number": 5, "window": 8, "groups": [[[4, "Infinity"]], []]},  # as JavaScript reads it
     ]
 
 
 def test_nothing_has_left_the_window(tmp_path):
     empty = {0: KeptTokens.of_state(state([[-1, -1, 0, 1]], [[GONE, GONE, 0, 0]], 2), 2)}
     write_kept(tmp_path, TOKENS[:2], empty, "short")
-    assert summary(TOKENS[:2], empty) == [] and table(tmp_path / "kept_summary.csv") == []
+    assert summary(TOKENS[:2], empty) == [] and read_csv(tmp_path / "kept_summary.csv") == []
     assert "none has left the window yet" in outline(TOKENS[:2], empty)
 
 
-def test_models_without_kept_tokens_have_no_such_files(make_model, tmp_path):
-    from latte.lab.data.tokenizers import byte_tokenizer
-
+def test_models_without_kept_tokens_have_no_such_files(make_model, byte, tmp_path):
     model = make_model("latte-r-swa++")
     assert collect_kept(model, [1, 2, 3], find_layers(model)) == {}
-    inspection = inspect_model(model, byte_tokenizer(), "a text", shown=4, read=8)
+    inspection = inspect_model(model, byte, "a text", shown=4, read=8)
     assert not inspection.kept and not set(write_report(inspection, tmp_path)) & set(FILES)
 
 
-def test_a_models_own(make_model, tmp_path):
+def test_a_models_own(make_model, byte, tmp_path):
     """The tokens with the largest scores of all that have left the window, of each group."""
-    from latte.lab.data.tokenizers import byte_tokenizer
     from latte.models import LatteConfig
 
     if not hasattr(LatteConfig, "kept_sizes"):
@@ -114,7 +106,7 @@ def test_a_models_own(make_model, tmp_path):
         *("latte-r-swa++",),
         **{"kept_tokens": 4, "kept_block": 4, "delay_latents": True, "joint_softmax": True},
     )
-    inspection = inspect_model(model, byte_tokenizer(), "the mean of all " * 8, shown=32, read=96)
+    inspection = inspect_model(model, byte, "the mean of all " * 8, shown=32, read=96)
     assert list(inspection.kept) == [0, 1] and set(FILES) <= set(write_report(inspection, tmp_path))
     for found in inspection.kept.values():
         assert found.positions_NG.shape == (4, found.groups)

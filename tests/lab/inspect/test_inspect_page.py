@@ -32,13 +32,6 @@ def browser():
         running.close()
 
 
-@pytest.fixture(scope="module")
-def byte():
-    from latte.lab.data.tokenizers import byte_tokenizer
-
-    return byte_tokenizer()
-
-
 @pytest.fixture
 def opened(browser, make_model, byte, tmp_path):
     """opened(preset or Inspection, address="", scheme="light") -> (page, Inspection).

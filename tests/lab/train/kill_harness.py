@@ -1,6 +1,6 @@
 """Kill a training run with SIGKILL again and again; its weights must not show it.
 
-    python tests/lab/train/kill_harness.py --kills 10 1 2-ddp 2-fsdp2
+    python -m tests.lab.train.kill_harness FOLDER KILLS STEPS 1 2-ddp 2-fsdp2
 
 Trains a reference run to its end, then the same recipe in another folder, killed at random
 moments (steps, saves and start-up alike) and started again each time, and compares every byte of
@@ -10,16 +10,16 @@ would end any process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import signal
 import socket
 import sys
-import tempfile
 import time
 from pathlib import Path
+
+from tests.conftest import MODEL
 
 RECIPE = {
     "model": {"preset": "latte-r-swa++", "size": "tiny"},
@@ -33,10 +33,6 @@ RECIPE = {
         "keep_checkpoints": 2,
     },
 }
-MODEL = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "intermediate_size": 64, "num_latents": 8, "sliding_window": 16,
-}  # fmt: skip
 
 
 def write_corpus(folder: Path) -> str:
@@ -61,14 +57,9 @@ def start(output_dir: Path, settings: dict, processes: int) -> list[int]:
             code = 1
             try:
                 if processes > 1:
-                    os.environ |= {
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(processes),
-                        "LOCAL_WORLD_SIZE": str(processes),
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": str(port),
-                    }
+                    own = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+                    own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+                    os.environ |= own | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 code = attempt(output_dir, settings)
             except BaseException as error:
                 print(f"attempt failed: {error!r}", file=sys.stderr, flush=True)
@@ -96,37 +87,23 @@ def lines(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def run(
-    folder: Path,
-    *,
-    kills: int,
-    processes: int,
-    strategy: str = "ddp",
-    steps: int = 30,
-    save_steps: int = 4,
-    dropout: float = 0.1,
-    seed: int = 0,
-) -> dict:
+def run(folder: Path, *, kills: int, processes: int, strategy: str, steps: int) -> dict:
     """The whole experiment; returns what happened, with `identical` True or False."""
     (folder / "text").mkdir(parents=True)
     settings = {section: dict(values) for section, values in RECIPE.items()}
-    settings["model"]["overrides"] = {**MODEL, "hidden_dropout": dropout}
+    settings["model"]["overrides"] = {**MODEL, "hidden_dropout": 0.1}
     settings["data"] |= {
         "corpus": write_corpus(folder / "text"),
         "validation": str(folder / "text" / "document-0.txt"),
         "cache_dir": str(folder / "cache"),
     }
-    settings["training"] |= {
-        "max_steps": steps,
-        "save_steps": save_steps,
-        "strategy": strategy,
-    }
+    settings["training"] |= {"max_steps": steps, "save_steps": 4, "strategy": strategy}
     began = time.perf_counter()
     codes = wait(start(folder / "whole", settings, processes))
     whole_seconds = time.perf_counter() - began
     if any(codes):
         return {"identical": False, "problem": f"the reference run ended with {codes}"}
-    generator = random.Random(seed)
+    generator = random.Random(0)
     killed_at, done = [], 0
     while len(killed_at) < kills:
         children = start(folder / "killed", settings, processes)
@@ -158,35 +135,19 @@ def run(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--save-steps", type=int, default=4)
-    parser.add_argument("--output", help="keep the runs here; a temporary folder by default")
-    parser.add_argument(
-        "cases", nargs="+", help="processes and strategy, such as 1 or 2-ddp or 2-fsdp2"
-    )
-    options = parser.parse_args()
+    folder, kills, steps, *cases = sys.argv[1:]
     # Once for all attempts: importing takes longer than training.
     import torch.utils.tensorboard  # noqa: F401
 
     import latte.lab.train.run  # noqa: F401
     import latte.models.modeling  # noqa: F401
 
-    with tempfile.TemporaryDirectory() as scratch:
-        outcomes = {}
-        for case in options.cases:
-            processes, _, strategy = case.partition("-")
-            outcomes[case] = run(
-                Path(options.output or scratch, case),
-                kills=options.kills,
-                processes=int(processes),
-                strategy=strategy or "ddp",
-                steps=options.steps,
-                save_steps=options.save_steps,
-            )
-            print(json.dumps({case: outcomes[case]}), flush=True)
-    return 0 if all(outcome["identical"] for outcome in outcomes.values()) else 1
+    for case in cases:
+        processes, _, strategy = case.partition("-")
+        own = {"processes": int(processes), "strategy": strategy or "ddp"}
+        found = run(Path(folder, case), kills=int(kills), steps=int(steps), **own)
+        print(json.dumps({case: found}), flush=True)
+    return 0
 
 
 if __name__ == "__main__":

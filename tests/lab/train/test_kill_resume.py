@@ -1,21 +1,17 @@
 """Killed with SIGKILL, a run ends with the very bytes of an uninterrupted one.
 
-The harness (`kill_harness.py`) does the same with ten kills:
-    python tests/lab/train/kill_harness.py --kills 10 1 2-ddp 2-fsdp2
+`python -m tests.lab.train.kill_harness FOLDER 10 60 1 2-ddp 2-fsdp2` does the same with ten kills.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import transformers
 from packaging.version import Version
 
-HARNESS = Path(__file__).with_name("kill_harness.py")
-SOURCES = Path(__file__).parents[3] / "src"
+from tests.helpers import python
+
+HARNESS = "tests.lab.train.kill_harness"
 
 
 # With 5.17 something is loaded to "cpu:0", which PyTorch does not know; with 5.23 it is not.
@@ -30,19 +26,11 @@ BY_TWO = [pytest.param(case, marks=two_on_a_cpu) for case in ("2-ddp", "2-fsdp2"
 def killed(tmp_path_factory):
     """One process, two with DDP and two with FSDP2, each killed once."""
     folder = tmp_path_factory.mktemp("killed")
-    command = [sys.executable, str(HARNESS), "--kills", "1", "--steps", "12"]
-    done = subprocess.run(
-        [*command, "--output", str(folder), "1", "2-ddp", "2-fsdp2"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)},
-    )
+    done = python("-m", HARNESS, folder, 1, 12, "1", "2-ddp", "2-fsdp2")
     outcomes = {}
     for line in done.stdout.splitlines():
         if line.startswith("{"):
             outcomes |= json.loads(line)
-    assert outcomes, done.stderr[-3000:]
     return folder, outcomes
 
 

@@ -57,13 +57,6 @@ def test_another_run_is_refused_and_nothing_changes(tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_a_folder_with_other_files_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(LatteError, match="not empty and holds no run.*'thesis.tex'"):
-        claim(recipe(tmp_path))
-    assert snapshot(tmp_path) == {"thesis.tex": b"years of work"}
-
-
 def test_a_folder_in_use_is_refused(tmp_path):
     first = claim(recipe(tmp_path))
     with pytest.raises(LatteError, match="another process is training"):

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from latte.errors import LatteError
 from latte.lab.train import speed
 from latte.lab.train.metrics import duration, read_metrics
-from latte.lab.train.recipe import load_recipe
 from latte.lab.train.run import train
 from latte.lab.train.run_folder import checkpoints
 from latte.lab.train.trainer import LatteTrainer, learning_rate_factor
@@ -231,14 +230,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(make_recipe, preset):
         assert all(bool(w.isfinite().all()) for w in weights(checkpoint).values())
 
 
-def test_a_model_that_cannot_be_built_leaves_no_folder(make_recipe):
-    recipe = make_recipe()
-    recipe.model.overrides["num_latents"] = 7
-    with pytest.raises(LatteError, match="num_latents must be a multiple"):
-        train(recipe, quiet=True)
-    assert not Path(recipe.output_dir).exists()
-
-
 def test_text_that_is_too_short_leaves_the_folder_free(make_recipe):
     recipe = make_recipe(max_steps=1)
     recipe.data.block_length = 10**6
@@ -272,32 +263,6 @@ def test_durations():
 
 
 # ---- plain models of Transformers, such as a base to convert
-
-RECIPE = Path(__file__).parents[3] / "recipes" / "conversion" / "base.yaml"
-SMALL = [
-    "model.overrides={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1,"
-    " num_attention_heads: 2, num_key_value_heads: 2}",
-    "data.tokenizer=byte",
-    "data.block_length=32",
-    "training.batch_size=2",
-    "training.warmup_steps=1",
-    "training.torch_compile=false",
-    "data.max_validation_tokens=64",
-]
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("model.architecture=bert-of-none", "no causal language model"),
-        ("model.overrides={hidden_sice: 3}", "unknown field 'hidden_sice' of LlamaConfig"),
-    ],
-)
-def test_a_model_that_cannot_be_built_is_named_at_once(tmp_path, override, message):
-    recipe = load_recipe(RECIPE, [override, f"output_dir={tmp_path}/run"])
-    with pytest.raises(LatteError, match=message):
-        train(recipe, quiet=True)
-    assert not (tmp_path / "run").exists()
 
 
 def test_an_encoder_becomes_a_decoder():

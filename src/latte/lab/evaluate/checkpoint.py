@@ -223,11 +223,16 @@ def check_weights(folder: Path) -> list[str]:
             raise LatteError(f"{file} is truncated or damaged: {one_line(error)}") from None
         except OSError as error:
             raise LatteError(f"{file} cannot be read: {one_line(error)}") from None
+    _check_manifest(folder, "*.safetensors")
+    return names
+
+
+def _check_manifest(folder: Path, only: str) -> None:
+    """Raise LatteError if files of such names are not as the manifest has them, if there is one."""
     if (folder / MANIFEST_FILE).exists():
-        problem = checkpoint_problem(folder, only="*.safetensors")
+        problem = checkpoint_problem(folder, only)
         if problem is not None:
             raise LatteError(f"checkpoint is damaged: {problem}")
-    return names
 
 
 def _load_tokenizer(folder: Path) -> Any:
@@ -235,10 +240,7 @@ def _load_tokenizer(folder: Path) -> Any:
 
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise LatteError(f"checkpoint {folder} has no tokenizer; expected tokenizer.json")
-    if (folder / MANIFEST_FILE).exists():
-        problem = checkpoint_problem(folder, only="tokenizer*")
-        if problem is not None:
-            raise LatteError(f"checkpoint is damaged: {problem}")
+    _check_manifest(folder, "tokenizer*")
     try:
         return AutoTokenizer.from_pretrained(folder, **hub_options(folder))
     except Exception as error:  # the tokenizers library raises bare Exception for a bad file

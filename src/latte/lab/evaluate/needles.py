@@ -184,8 +184,11 @@ def needle_tasks(
         raise LatteError("chat-template: the tokenizer has none")
     material = Material(documents, tokenizer, max(lengths))
     prompts = Prompts(tokenizer, chat)
+    cells = list(itertools.product(names, lengths))
+    for name, length in cells:  # one case of each: all of them take minutes in long texts
+        make_cases(name, material, prompts, length, cases=1, seed=seed)
     found = {}
-    for name, length in itertools.product(names, lengths):
+    for name, length in cells:
         made, output = make_cases(name, material, prompts, length, cases=cases, seed=seed)
         task = f"{name}_{length}"
         found[task] = _task(task, made, output)
@@ -317,7 +320,7 @@ def _listed(
         needed = -(-(count - COMMON * often) // seldom)
         if needed > len(rare):
             raise LatteError(
-                f"{where} needs {COMMON + needed} different words, and the corpus has"
+                f"lengths: {where} needs {COMMON + needed} different words, and the corpus has"
                 f" {len(quiz.needles)}: name more text in --corpus"
             )
         entries = (list(quiz.answers) * often + list(rare[:needed]) * seldom)[:count]

@@ -23,6 +23,7 @@ import os
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -151,6 +152,7 @@ def evaluate_tasks(
         _set_fewshot(tasks["tasks"], num_fewshot)
         start = "" if chat and start is None else start
         lm = _harness_model(model, tokenizer, batch_size, max_length, bf16, start, chat, whole)
+        lm.unchecked = list(tasks["tasks"].values())
         shape: dict[str, Any] = {"apply_chat_template": chat, "fewshot_as_multiturn": chat}
         try:
             found: Any = evaluator.evaluate(
@@ -293,15 +295,37 @@ def _harness_model(
         cut = 0  # prompts that have lost their beginning
         add_bos_token: bool | None
         task_of: dict[Any, str | None] = {}
+        unchecked: list[Any] = []  # tasks
+        checks = False  # whether likelihoods are asked for, so that their lengths are checked
 
         def get_model_info(self) -> dict[str, Any]:
             return {"model_num_parameters": self._model.num_parameters()}
 
+        def _check_all(self) -> None:
+            """Check the lengths of all tasks' requests, once, before the first is answered.
+
+            The harness answers one kind of requests after another, each for minutes.
+            """
+            tasks, self.unchecked = self.unchecked, []
+            kinds: dict[str, list[Any]] = defaultdict(list)
+            for task in tasks:
+                for request in task.instances:
+                    kinds[request.request_type].append(request)
+            if likelihoods := kinds["loglikelihood"]:
+                self.task_of = {request.args: request.task_name for request in likelihoods}
+                self.checks = True
+                super().loglikelihood(likelihoods, disable_tqdm=True)
+                self.checks = False
+            if generated := kinds["generate_until"]:
+                self._check_generated(generated)
+
         def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            self.task_of = {request.args: request.task_name for request in requests}
+            self._check_all()
             return super().loglikelihood(requests, disable_tqdm)
 
         def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.checks:
+                return super()._loglikelihood_tokens(requests, *args, **kwargs)
             # The harness has an assertion for these.
             texts, _, answer = max(requests, key=lambda request: len(request[2]))
             if (length := len(answer)) > self.max_length:
@@ -312,9 +336,13 @@ def _harness_model(
                 (len(before) + len(after) - 1, self.task_of.get(texts))
                 for texts, before, after in requests
             )
-            return super()._loglikelihood_tokens(requests, *args, **kwargs)
+            return []
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            self._check_all()
+            return super().generate_until(requests, disable_tqdm)
+
+        def _check_generated(self, requests: Any) -> None:
             def wanted(request: Any) -> int:
                 options = request.args[1]
                 given = (options[name] for name in ANSWER_LENGTH if name in options)
@@ -328,7 +356,6 @@ def _harness_model(
                 (len(self.tok_encode(request.args[0])) + wanted(request), request.task_name)
                 for request in requests
             )
-            return super().generate_until(requests, disable_tqdm)
 
         def _check_cut(self, lengths: Iterator[tuple[int, str | None]]) -> None:
             """Count the prompts that do not fit, by (tokens in all, task), and say so in a line."""
@@ -350,6 +377,7 @@ def _harness_model(
             )
 
         def loglikelihood_rolling(self, *args: Any, **kwargs: Any) -> list[float]:
+            self._check_all()
             # The harness puts the start token before each window itself; ours would be scored.
             before = self.add_bos_token
             self.add_bos_token = False if self.adds_start else before

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from latte.lab.evaluate.generate import read
 from latte.lab.evaluate.plots import canvas, save
 from latte.lab.evaluate.tables import write_csv
-from latte.lab.inspect.pages import filled_page
+from latte.lab.inspect.pages import filled_page, rounded
 from latte.models import LatteCache
 
 FILES = ("kept.csv", "kept_summary.csv", "kept.png", "kept.html")
@@ -211,7 +211,7 @@ def build_page(tokens: Sequence[str], kept: Mapping[int, KeptTokens], label: str
                 "number": layer,
                 "window": found.window,
                 "groups": [
-                    [[position, float(f"{score:.5g}")] for _, position, score in found.of_group(g)]
+                    [[position, rounded(score, 5)] for _, position, score in found.of_group(g)]
                     for g in range(found.groups)
                 ],
             }

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from importlib import resources
 from typing import Any
+
+
+def rounded(value: float, digits: int) -> float | str:
+    """A number with so many digits. JSON has no infinity: a word that JavaScript takes for it."""
+    if math.isfinite(value):
+        return float(f"{value:.{digits}g}")
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def filled_page(template: str, title: str, data: dict[str, Any]) -> str:

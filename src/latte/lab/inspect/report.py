@@ -47,7 +47,7 @@ from latte.lab.inspect.mixing import (
     summary_rows,
     usage_rows,
 )
-from latte.lab.inspect.pages import filled_page
+from latte.lab.inspect.pages import filled_page, rounded
 from latte.lab.progress import progress
 from latte.lab.results import results_at
 
@@ -338,11 +338,11 @@ def _layer(
     }
 
 
-def _of_latents(mixing: LayerMixing) -> list[list[float]] | None:
+def _of_latents(mixing: LayerMixing) -> list[list[float | str]] | None:
     """The half-lives in effect, of each head's latents, in tokens."""
     if mixing.half_lives_2HL is None:
         return None
-    return [[float(f"{x:.3g}") for x in row] for row in mixing.half_lives_2HL[0].tolist()]
+    return [[rounded(x, 3) for x in row] for row in mixing.half_lives_2HL[0].tolist()]
 
 
 def _plain(value: Any) -> Any:

@@ -2,11 +2,11 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import python
 
 HERE = Path(__file__).parent
 
@@ -17,15 +17,8 @@ HERE = Path(__file__).parent
 def test_under_the_interpreter():
     if not all(importlib.util.find_spec(library) for library in ("triton", "fla")):
         pytest.skip("needs Triton and flash-linear-attention: pip install '.[gpu,baselines]'")
-    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    files = [str(HERE / name) for name in ("test_models.py", "test_layers.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-p", "no:xdist", *files],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    print(done.stdout[-6000:], done.stderr[-2000:])
-    assert done.returncode == 0, done.stdout[-3000:]
+    files = [HERE / name for name in ("test_models.py", "test_layers.py")]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = python("-m", "pytest", *options, *files, timeout=None, **environment)
     assert " skipped" not in done.stdout.splitlines()[-1]

@@ -39,18 +39,6 @@ def test_parameters_match_those_of_transformer(name, size):
     assert found == pytest.approx(target, rel=0.03)
 
 
-@pytest.mark.parametrize("length", [40, 70])
-@pytest.mark.parametrize("name", NAMES)
-def test_the_future_cannot_change_the_past(name, length):
-    model, ids = build(name).eval(), some_ids(length)
-    other = ids.clone()
-    other[:, length - 15 :] = 2
-    with torch.no_grad():
-        one, two = (model(input_ids=x, use_cache=False).logits for x in (ids, other))
-    assert torch.equal(one[:, : length - 15], two[:, : length - 15])
-    assert not torch.equal(one[:, length - 15 :], two[:, length - 15 :])
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_few_steps_lower_the_loss(name):
     model, ids = build(name).train(), some_ids(12)
