@@ -17,7 +17,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from latte.layers import recurrent
+from latte.layers import recomputation, recurrent
 from latte.ops import cpp_backend, use_backend
 from latte.ops.torch_backend import pointwise
 from tests.ops.triton_backend.launches import launching
@@ -76,7 +76,8 @@ def on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """No kernels for CPUs; the norm is one kernel, as CUDA's is."""
     patch.setattr(cpp_backend, "ABSENT", "as on a GPU")
     patch.setattr(cpp_backend, "WARNS", False)
-    patch.setattr(pointwise, "on_cpu", _on_a_gpu)
+    for module in (pointwise, recomputation):
+        patch.setattr(module, "on_cpu", _on_a_gpu)
     patch.setattr(recurrent, "on_gpu", lambda x: _on_a_gpu(x, True))
     patch.setattr(F, "rms_norm", _one_kernel)
 

@@ -112,7 +112,7 @@ def rg_lru(x: RGLRU) -> tuple[Tensor, Tensor]:
 
     sequences = Sequences(x.key_mask, x.cu_seqlens)
     begins = beginnings(x.x, sequences, x.initial_state, x.reverse)
-    return rg_lru_op(*x[:-1], begins, x.reverse)[:2]
+    return rg_lru_op(*x[:-1], *begins, x.reverse)[:2]
 
 
 def causal_conv1d(x: Convolution) -> tuple[Tensor, Tensor]:
