@@ -25,7 +25,7 @@ from latte.layers.rollback import PastKeys, Recorded, advance_position, rollback
 from latte.layers.weights import DenseWeights
 from latte.ops import LatteState, Partition, sliding_window_attention
 from latte.ops.kept import KeptState
-from latte.ops.pointwise import rotate
+from latte.ops.pointwise import rotate, rotate_both
 from latte.ops.state import LinearState, WindowState
 from latte.ops.tensors import real_tokens
 
@@ -454,7 +454,7 @@ class Mixer(DenseWeights, InitializedModule):
                 rotary = self.rotary(context.positions(q), q.dtype, self.sink_edge)
             if sink_q is not None:
                 sink_q = rotate(q, *rotary.sinks[:2])
-            q, k = rotate(q, rotary.cos, rotary.sin), rotate(k, rotary.cos, rotary.sin)
+            q, k = rotate_both(q, k, rotary.cos, rotary.sin)
         return Projected(v, state, q=q, k=k, sink_q=sink_q)
 
     def _softmax(

@@ -16,7 +16,15 @@ from torch.nn import functional as F
 
 from latte.layers.checks import check_input, check_positive
 from latte.layers.context_parallel import ShardedOps, across
-from latte.layers.native import GATED, NORMS, READ, NormKind, linear_maps, native_weights
+from latte.layers.native import (
+    GATED,
+    NORMS,
+    READ,
+    NormKind,
+    is_hooked,
+    linear_maps,
+    native_weights,
+)
 from latte.layers.recomputation import recomputed
 from latte.ops import causal_conv1d, decoding, pointwise
 from latte.ops.step import conv_step
@@ -36,6 +44,18 @@ class RMSNorm(nn.RMSNorm):
 
 
 READ[RMSNorm], NORMS[RMSNorm] = ("weight",), NormKind()
+
+
+def add_and_norm(
+    norm: nn.Module, x_BTE: Tensor, added_BTE: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``x + added``, or x, and its norm. Of an :class:`RMSNorm` it is one launch on a GPU."""
+    if type(norm) is RMSNorm and not is_hooked(norm):
+        weight, eps = norm.weight, norm.eps
+        if weight is not None and eps is not None:
+            return pointwise.add_rms_norm(x_BTE, added_BTE, weight, eps)
+    total = x_BTE if added_BTE is None else x_BTE + added_BTE
+    return total, norm(total)
 
 
 class InitializedModule(nn.Module):

@@ -36,7 +36,7 @@ from latte.layers import (
     SwiGLU,
 )
 from latte.layers.native import is_hooked, linear_maps
-from latte.layers.parts import of_single_tokens, sink_edge
+from latte.layers.parts import add_and_norm, of_single_tokens, sink_edge
 from latte.layers.plan import LayerParts, StepPlan
 from latte.layers.step import StepState, run_layer, run_layers
 from latte.models.cache import LatteCache
@@ -101,20 +101,21 @@ class LatteBlock(GradientCheckpointingLayer):
         output_attentions: bool = False,
     ) -> tuple[Tensor, MixerState | None, Tensor | None]:
         """Return hidden states (B, T, E), the mixer's state and its weights (B, H, T, P + T)."""
-        normed, weights = self.mixer_norm(x_BTE), None
+        (x_BTE, normed), weights = add_and_norm(self.mixer_norm, x_BTE), None
         if output_attentions:
             mixed, after, weights = self.mixer.with_weights(normed, state=state, context=context)
         else:
             mixed, after = self.mixer(normed, state=state, context=context)
         if self.dropout.training:
             mixed = self.dropout(mixed)
-        return self._feed_forward(x_BTE + mixed), after, weights
+        return self._feed_forward(x_BTE, mixed), after, weights
 
-    def _feed_forward(self, x_BTE: Tensor) -> Tensor:
-        """``x + mlp(norm(x))``, or x if the block has no MLP."""
+    def _feed_forward(self, x_BTE: Tensor, mixed_BTE: Tensor) -> Tensor:
+        """``z + mlp(norm(z))`` for ``z = x + mixed``, or z if the block has no MLP."""
         if self.mlp is None:
-            return x_BTE
-        inner = self.mlp(self.mlp_norm(x_BTE))
+            return x_BTE + mixed_BTE
+        x_BTE, normed = add_and_norm(self.mlp_norm, x_BTE, mixed_BTE)
+        inner = self.mlp(normed)
         return x_BTE + (self.dropout(inner) if self.dropout.training else inner)
 
     @property

@@ -93,6 +93,7 @@ def differentiable_op(
     returns: Sequence[str],
     gradients: Sequence[str],
     saves: Sequence[str] = (),
+    optional: Sequence[str] = (),
     stand_ins: Mapping[str, str] | None = None,
 ) -> Any:
     """The op ``latte::NAME``, with gradients by ``latte::NAME_backward``.
@@ -108,6 +109,8 @@ def differentiable_op(
         gradients: Names of the arguments that have gradients.
         saves: Names of the outputs that the backward pass needs. Those that are not in ``returns``
             come after them in the op's outputs.
+        optional: Names of the ``returns`` whose gradients ``backward`` gets as None if they are
+            missing. It gets zeros for others.
         stand_ins: Arguments that the backward pass does not read. Each is mapped to an output of
             the same shape and dtype, which the backward pass gets instead.
     """
@@ -136,7 +139,8 @@ def differentiable_op(
         return empty_gradients(*(given[len(returns) + i] for i in wanted))
 
     op = custom_op(name, arguments, len(outputs), fake, forward)
-    grads, kept = [f"Tensor d{x}" for x in returns], [f"Tensor saved_{x}" for x in saves]
+    grads = [f"Tensor{'?' if x in optional else ''} d{x}" for x in returns]
+    kept = [f"Tensor saved_{x}" for x in saves]
     backward_op = _register(
         f"{name}_backward",
         [*grads, *inputs[:count], *kept, *inputs[count:]],
@@ -155,12 +159,16 @@ def differentiable_op(
         ctx.mark_non_differentiable(*found[len(returns) :])
         # Missing gradients become zeros for ``returns`` alone, in `differentiate`.
         ctx.set_materialize_grads(False)
-        ctx.like = [(x.shape, x.dtype, x.device) for x in found[: len(returns)]]
+        ctx.like = [
+            None if name in optional else (x.shape, x.dtype, x.device)
+            for name, x in zip(returns, found, strict=False)
+        ]
 
     def differentiate(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors, numbers = ctx.saved_tensors, ctx.numbers
-        missing = iter(_zeros([x for dy, x in zip(given, ctx.like, strict=False) if dy is None]))
-        grads = [next(missing) if dy is None else dy for dy in given[: len(ctx.like)]]
+        asked = list(zip(given, ctx.like, strict=False))
+        missing = iter(zeros_of([x for dy, x in asked if dy is None and x is not None]))
+        grads = [next(missing) if dy is None and x is not None else dy for dy, x in asked]
         every: list[Tensor | None] = [None] * len(fields)
         check_first_order(f"latte::{name}")
         for i, dx in zip(wanted, backward_op(*grads, *tensors, *numbers), strict=True):
@@ -183,7 +191,7 @@ def check_first_order(op: str) -> None:
         )
 
 
-def _zeros(like: Sequence[tuple[torch.Size, torch.dtype, torch.device]]) -> list[Tensor]:
+def zeros_of(like: Sequence[tuple[torch.Size, torch.dtype, torch.device]]) -> list[Tensor]:
     """Zeros of these shapes, dtypes and devices: in one launch if they are of one kind."""
     if len({x[1:] for x in like}) != 1:
         return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in like]

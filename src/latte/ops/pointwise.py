@@ -1,10 +1,11 @@
 """The RMSNorm, SwiGLU's product and the rotation of queries and keys, with their gradients.
 
-``backend`` is ``"reference"``, ``"torch"`` or ``"cpu"``. None chooses as for other ops
-(:mod:`latte.ops.backend`): the native kernels on a CPU if they can serve the inputs, else
-``"torch"``. The kernels take fp32, fp64 and bf16 (the RMSNorm: fp32 and fp64). They are not for
-``torch.compile``, which fuses these operations itself, for transforms of ``torch.func``, and for
-forward mode. The RMSNorm of few rows without a gradient is :func:`latte.ops.decoding.rms_norm`.
+``backend`` is ``"reference"``, ``"torch"``, ``"cpu"`` or ``"triton"``. None chooses as for other
+ops (:mod:`latte.ops.backend`): the native kernels on a CPU, and Triton's where they were checked,
+if they can serve the inputs, else ``"torch"``. The native kernels take fp32, fp64 and bf16 (the
+RMSNorm: fp32 and fp64), Triton's fp32, bf16 and fp16. Kernels are not for ``torch.compile``, which
+fuses these operations itself, for transforms of ``torch.func``, and for forward mode. The RMSNorm
+of few rows without a gradient is :func:`latte.ops.decoding.rms_norm`.
 
 Shape suffixes: B batch, T tokens, H heads, K width of a head, E width.
 """
@@ -14,26 +15,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from latte.ops import cpp_backend, decoding, reference
+from latte.ops import cpp_backend, decoding, reference, triton_backend
 from latte.ops.backend import named_backend
 from latte.ops.cpp_backend import pointwise as cpp_pointwise
 from latte.ops.tensors import on_cpu
 from latte.ops.torch_backend import pointwise as torch_pointwise
+from latte.ops.triton_backend import checked, launch
 
 RMS_NORM = {
     "reference": reference.rms_norm,
     "torch": torch_pointwise.rms_norm,
     "cpu": cpp_pointwise.rms_norm,
+    "triton": lambda x, weight, eps: triton_backend.add_rms_norm(x, None, weight, eps)[1],
 }
 SILU_PRODUCT = {
     "reference": reference.silu_product,
     "torch": torch_pointwise.silu_product,
     "cpu": cpp_pointwise.silu_product,
+    "triton": triton_backend.silu_product,
 }
 ROTATE = {
     "reference": reference.rotate,
     "torch": torch_pointwise.rotate,
     "cpu": cpp_pointwise.rotate,
+    "triton": lambda x, cos, sin: triton_backend.rotate(cos, sin, x)[0],
 }
 
 
@@ -70,10 +75,12 @@ def silu_product(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Ten
         ValueError: The backend is not available for these inputs.
     """
     if backend is None:
-        native = gate.dtype == up.dtype and decoding.takes(gate, compiled=False)
+        same = gate.dtype == up.dtype
+        native = same and decoding.takes(gate, compiled=False)
         if native and not torch.is_grad_enabled():
             return torch.ops.latte.cpu_glu(gate.contiguous(), up.contiguous())
-        backend = "cpu" if native else _without_kernels()
+        triton = not native and same and _on_triton("silu_product", gate, up)
+        backend = "cpu" if native else "triton" if triton else _without_kernels()
     else:
         _check("silu_product", backend, gate)
     return SILU_PRODUCT[backend](gate, up)
@@ -91,16 +98,70 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -
         ValueError: The backend is not available for these inputs.
     """
     if backend is None:
-        table = cos.shape[1:] == (x.shape[1], 1, x.shape[-1] // 2)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        native = table and cos.dtype == wide and decoding.takes(x, compiled=False)
+        table = _has_table(x, cos)
+        native = table and decoding.takes(x, compiled=False)
         if native and not torch.is_grad_enabled():
             tables = cos.contiguous(), sin.contiguous()
             return torch.ops.latte.cpu_rotate(x.contiguous(), *tables, 1.0)
-        backend = "cpu" if native else _without_kernels()
+        triton = not native and _turned_by_triton(cos, x)
+        backend = "cpu" if native else "triton" if triton else _without_kernels()
     else:
         _check("rotate", backend, x)
     return ROTATE[backend](x, cos, sin)
+
+
+def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """:func:`rotate` of queries (B, T, H, K) and keys (B, T, G, K): one launch of Triton's."""
+    if _turned_by_triton(cos, q, k):
+        return triton_backend.rotate(cos, sin, q, k)
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def add_rms_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``x + added``, or x for None, and its :func:`rms_norm`: one launch of Triton's.
+
+    Their gradients are added in one launch too.
+    """
+    others = (weight,) if added is None else (weight, added)
+    fits = x.shape[-1] <= launch.WIDEST_NORM and (added is None or added.shape == x.shape)
+    if fits and _on_triton("add_rms_norm", x, *others):
+        return triton_backend.add_rms_norm(x, added, weight, eps)
+    total = x if added is None else x + added
+    return total, rms_norm(total, weight, eps)
+
+
+def _has_table(x: Tensor, cos: Tensor) -> bool:
+    """Whether a table of angles is one that the kernels read, for x."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return cos.dtype == wide and cos.shape[1:] == (x.shape[1], 1, x.shape[-1] // 2)
+
+
+def _turned_by_triton(cos: Tensor, *xs: Tensor) -> bool:
+    """Whether Triton's kernel is to rotate these, in one launch."""
+    if not _on_triton("rotate", *xs):
+        return False
+    width = xs[0].shape[-1]
+    fits = width <= launch.WIDEST_VALUE and all(x.shape[-1] == width for x in xs)
+    return fits and _has_table(xs[0], cos)
+
+
+def _on_triton(op: str, x: Tensor, *others: Tensor) -> bool:
+    """Whether Triton's kernels are to serve a call that names no backend.
+
+    They are the default where they were checked (:mod:`latte.ops.triton_backend.checked`).
+    """
+    named = named_backend()
+    if named is None:
+        gpu, form = x.device.type == checked.GPU, (True, None, False)
+        if not gpu or checked.refused_call(op, form, False, x.device, (x,)) is not None:
+            return False
+    elif named != "triton" or launch.unavailable_for(x) is not None:
+        return False
+    plain = all(type(y) in decoding.PLAIN and y.device == x.device for y in (x, *others))
+    plain = plain and all(y.dtype in launch.DTYPES for y in others)
+    return plain and on_cpu(x, or_gpu=True)
 
 
 def _without_kernels() -> str:
@@ -111,9 +172,10 @@ def _check(op: str, backend: str, x: Tensor) -> None:
     """Whether a named backend is there for x. The kernels check dtypes and shapes themselves."""
     if backend not in RMS_NORM:
         raise ValueError(f"{op}: backend must be None or one of {tuple(RMS_NORM)}, got {backend!r}")
-    if backend == "cpu":
-        reason = cpp_backend.unavailable(x)
-        if reason is None and not on_cpu(x):
+    if backend in ("cpu", "triton"):
+        native = backend == "cpu"
+        reason = cpp_backend.unavailable(x) if native else launch.unavailable_for(x)
+        if reason is None and not on_cpu(x, or_gpu=not native):
             reason = "in torch.compile, transforms of torch.func and forward mode"
         if reason is not None:
-            raise ValueError(f"{op}: backend 'cpu' is not available {reason}")
+            raise ValueError(f"{op}: backend {backend!r} is not available {reason}")

@@ -30,8 +30,10 @@ from latte.ops import (
     causal_conv1d,
     latte_attention,
     macchiato_attention,
+    pointwise,
     rg_lru,
     sliding_window_attention,
+    use_backend,
 )
 from latte.ops.triton_backend import kept_choice, launch, recurrence, segments
 
@@ -260,7 +262,19 @@ def convolved(case: Case) -> tuple[Any, list[Tensor]]:
     return causal_conv1d(*inputs[:3], **options), inputs
 
 
-OPS = {f.__name__: f for f in (latte, macchiato, window, recurrent, convolved)}
+def rowwise(case: Case) -> tuple[Any, list[Tensor]]:
+    """The pointwise kernels, with D for every width, of heads up to the widest."""
+    (B, T, H, G), K = case.sizes, min(case.D, launch.WIDEST_VALUE)
+    shapes = [(B, T, H, K), (B, T, G, K), *[(B, T, case.D)] * 4, (case.D,)]
+    q, k, gate, up, x, added, weight = inputs = [case.randn(*shape) for shape in shapes]
+    table = torch.randn(1 if case.kind == "plain" else B, T, 1, K // 2)
+    with use_backend("triton"):
+        turned = pointwise.rotate_both(q, k, table, table)
+        product = pointwise.silu_product(gate, up)
+        return (turned, product, pointwise.add_rms_norm(x, added, weight, 1e-6)), inputs
+
+
+OPS = {f.__name__: f for f in (latte, macchiato, window, recurrent, convolved, rowwise)}
 
 
 def differentiate(outputs: Any, inputs: list[Tensor]) -> None:
@@ -322,6 +336,9 @@ COMMON = [
     Case("convolved", BF16, D=48),
     Case("convolved", FP32, "plain", D=48),
     Case("convolved", BF16, "plain", D=1, one=True),
+    Case("rowwise", BF16, D=768),
+    Case("rowwise", FP32, "plain", D=48),
+    Case("rowwise", BF16, "plain", D=2, one=True),
 ]
 
 
@@ -347,6 +364,7 @@ def rare() -> Iterator[Case]:
                 yield Case("macchiato", dtype, kind, L, D, causal=False, softcap=30.0)
             yield Case("recurrent", dtype, kind, D=48, cut=True)
             yield Case("convolved", dtype, kind, D=48)
+            yield Case("rowwise", dtype, kind, D=50, strided=True)
             if kind != "packed":
                 yield Case("recurrent", dtype, kind, D=48)
         for L, D in REACHED:
@@ -390,6 +408,8 @@ def rare() -> Iterator[Case]:
         yield Case("recurrent", BF16, kind, D=48, cut=cut, reverse=True)
         yield Case("recurrent", FP32, kind, D=48, cut=cut, strided=True)
         yield Case("recurrent", FP32, "plain", D=1, cut=cut, one=True, reverse=True)
+    for dtype in DTYPES:
+        yield Case("rowwise", dtype, D=launch.WIDEST_NORM)
     for taps in (1, 2, 3, 9):
         yield Case("convolved", BF16, D=48, taps=taps)
 

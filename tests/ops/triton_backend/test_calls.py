@@ -38,6 +38,7 @@ LENGTHS = (4, 64, 128, 200, 1000)
         Case("recurrent", BF16, D=48, cut=True),
         Case("convolved", BF16, "plain", D=48),
         Case("convolved", BF16, D=48),
+        Case("rowwise", BF16, D=48),
     ],
     ids=lambda case: f"{case.op}-{case.kind}",
 )

@@ -9,7 +9,14 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from latte.models import LatteForCausalLM, preset_config
-from latte.ops import backend, default_backend, latte_attention, notices, use_backend
+from latte.ops import (
+    backend,
+    default_backend,
+    latte_attention,
+    notices,
+    pointwise,
+    use_backend,
+)
 from latte.ops.triton_backend import checked, launch
 from latte.ops.triton_backend.checked import FORMS, Form, Machine
 
@@ -159,6 +166,23 @@ def test_a_model_on_a_gpu_reaches_the_kernels_without_a_setting(gpu, monkeypatch
     gpu(GOOD._replace(card=80))
     with pytest.warns(UserWarning, match="compute capability 8.0"):
         assert chosen() == {"torch"}
+
+
+def test_pointwise_kernels_follow_the_table_without_a_warning(gpu, monkeypatch):
+    row = ROWS[0]._replace(name="rotation", step=False, dtype="bfloat16")
+    monkeypatch.setattr(checked, "_rows", lambda: [row])
+    gpu()
+    monkeypatch.setattr(checked, "GPU", "meta")
+    x = torch.zeros(2, 3, 4, dtype=BF16, device="meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not pointwise._on_triton("rotate", x)  # nothing can be launched for it
+        monkeypatch.setattr(pointwise, "on_cpu", lambda x, or_gpu: or_gpu)
+        assert pointwise._on_triton("rotate", x)
+        assert not pointwise._on_triton("rotate", x.float())
+        assert not pointwise._on_triton("silu_product", x)
+        with use_backend("torch"):
+            assert not pointwise._on_triton("rotate", x)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

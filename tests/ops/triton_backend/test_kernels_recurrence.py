@@ -102,8 +102,8 @@ def test_custom_ops_keep_their_contracts(small_tiles):
     (x, r, i, theta, h0), convolved = (
         [z.requires_grad_() for z in (*row.inputs(1, 20), row.state(len(cu) - 1))] for row in rows
     )
-    begins = beginnings(x, Sequences(mask, cu), h0.detach(), True)
-    checks = torch.library.opcheck(rg_lru_op, (x, r, i, theta, h0, mask, cu, begins, True))
+    starts = beginnings(x, Sequences(mask, cu), h0.detach(), True)
+    checks = torch.library.opcheck(rg_lru_op, (x, r, i, theta, h0, mask, cu, *starts, True))
     checks |= torch.library.opcheck(convolution_op, (*convolved, mask, cu))
     assert set(checks.values()) == {"SUCCESS"}
 

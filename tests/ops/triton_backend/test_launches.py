@@ -70,6 +70,7 @@ LATE = ("late_sums", "late_gradients")
 LRU_CHUNKS = ("ends", "carry", "apply", "ends_back", "apply_back")
 LRU_WALKS = ("lru_walk", "lru_walk_back")
 CONVOLUTION = ("convolve", "final_tail", "convolve_back", "tail_gradients")
+ROWWISE = ("rotate_heads", "gated_product", "gated_product_back", "add_norm", "add_norm_back")
 # Bytes of stack per thread that are let pass in the walks, most of them for tokens beyond reach, by
 # dtype and latents up to. Triton 3.6 to 3.8 stay below. 3.8 takes the most: its compiler keeps more
 # values at a time, with any ptxas. Where it takes 744 bytes, `query_walk` has fewer instructions
@@ -129,7 +130,7 @@ def most_stack(
         return 200 if D > 64 else 112 if L > 32 else 64 if uneven else least
     if kernel == "step":
         return 8
-    assert kernel in (*LRU_CHUNKS, *LRU_WALKS, *CONVOLUTION), kernel
+    assert kernel in (*LRU_CHUNKS, *LRU_WALKS, *CONVOLUTION, *ROWWISE), kernel
     return 0
 
 
@@ -171,6 +172,8 @@ def expected(case: Case) -> set[str]:
     """Kernels that the case is there for."""
     if case.op == "recurrent":
         return {*(LRU_CHUNKS if case.cut else LRU_WALKS)}
+    if case.op == "rowwise":
+        return {*ROWWISE}
     if case.op == "convolved":
         state = ("final_tail",) if case.taps > 1 else ()
         state += ("tail_gradients",) if state and case.kind != "plain" else ()
@@ -245,6 +248,7 @@ ELSEWHERE = [
     Case("window", FP32, "state", D=256),
     Case("recurrent", BF16, "plain", D=48),
     Case("convolved", BF16, "plain", D=48),
+    Case("rowwise", BF16, D=768),
 ]
 
 

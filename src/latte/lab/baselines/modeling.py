@@ -73,7 +73,7 @@ class ComparatorBlock(LatteBlock):
                 raise ValueError(f"{type(self.mixer).__name__} models take no {what}")
         options = {"residual": x_BTE} if self.mixer.gates_residual else {}
         mixed = self.mixer(self.mixer_norm(x_BTE), context.key_mask, **options)
-        return self._feed_forward(x_BTE + self.dropout(mixed)), None, None
+        return self._feed_forward(x_BTE, self.dropout(mixed)), None, None
 
 
 class ComparatorModel(LatteModel):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from latte.ops.custom_ops import check_first_order
 from latte.ops.tensors import full_precision
-from latte.ops.torch_backend.pointwise import Rotation
+from latte.ops.torch_backend.pointwise import Rotation, SiluProduct
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -36,27 +36,17 @@ class _RMSNorm(torch.autograd.Function):
 rms_norm = _RMSNorm.apply
 
 
-class _SiluProduct(torch.autograd.Function):
-    """Only ``gate`` and ``up`` are saved."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return torch.ops.latte.cpu_glu(gate.contiguous(), up.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        check_first_order("silu_product")
-        return torch.ops.latte.cpu_glu_backward(*(x.contiguous() for x in (dy, *ctx.saved_tensors)))
-
-
-silu_product = _SiluProduct.apply
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """See :func:`latte.ops.pointwise.silu_product`."""
+    ops = torch.ops.latte
+    return SiluProduct.apply(ops.cpu_glu, ops.cpu_glu_backward, gate, up)
 
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See :func:`latte.ops.pointwise.rotate`."""
-    return Rotation.apply(_turned, x_BTHK, cos, sin, 1.0)
+    return Rotation.apply(_turned, cos, sin, 1.0, x_BTHK)[0]
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    return torch.ops.latte.cpu_rotate(x.contiguous(), cos.contiguous(), sin.contiguous(), sign)
+def _turned(cos: Tensor, sin: Tensor, sign: float, x: Tensor) -> tuple[Tensor, ...]:
+    given = x.contiguous(), cos.contiguous(), sin.contiguous()
+    return (torch.ops.latte.cpu_rotate(*given, sign),)

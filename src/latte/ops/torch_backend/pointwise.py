@@ -49,7 +49,7 @@ class _RMSNorm(torch.autograd.Function):
         check_first_order("rms_norm")
         x, scale, weight = ctx.saved_tensors
         normed = x * scale
-        pulled = (dy * normed).view(-1, x.shape[-1])
+        pulled = (dy * normed).reshape(-1, x.shape[-1])
         along = torch.mv(pulled, weight).view(scale.shape)
         dx = (dy * weight).addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
         return dx, pulled.sum(0), None
@@ -63,13 +63,13 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See :func:`latte.ops.pointwise.rotate`."""
     if on_cpu(x_BTHK, or_gpu=True):  # a launch for each operation
-        return Rotation.apply(_turned, x_BTHK, cos, sin, 1.0)
+        return Rotation.apply(_turned, cos, sin, 1.0, x_BTHK)[0]
     first, second = x_BTHK.chunk(2, -1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat(rotated, -1).to(x_BTHK.dtype)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _turned(cos: Tensor, sin: Tensor, sign: float, x: Tensor) -> tuple[Tensor, ...]:
     """The rotation by the angles times ``sign``, without intermediates."""
     out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
     split = (*x.shape[:-1], 2, cos.shape[-1])
@@ -77,19 +77,45 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     torch.mul(halves, cos[..., None, :], out=turned)
     turned[..., 0, :].addcmul_(halves[..., 1, :], sin, value=-sign)
     turned[..., 1, :].addcmul_(halves[..., 0, :], sin, value=sign)
-    return out.to(x.dtype)
+    return (out.to(x.dtype),)
 
 
 class Rotation(torch.autograd.Function):
-    """The rotation by ``kernel``. Its gradient is the inverse rotation."""
+    """The rotation of tensors by ``kernel``. Its gradient is the inverse rotation."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: Any, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    def forward(
+        ctx: Any, kernel: Any, cos: Tensor, sin: Tensor, sign: float, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.kernel, ctx.sign = kernel, sign
-        return kernel(x, cos, sin, sign)
+        return kernel(cos, sin, sign, *xs)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None, None]:
-        dx = Rotation.apply(ctx.kernel, dy, *ctx.saved_tensors, -ctx.sign)
-        return None, dx, None, None, None
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        return (
+            None,
+            None,
+            None,
+            None,
+            *Rotation.apply(ctx.kernel, *ctx.saved_tensors, -ctx.sign, *dys),
+        )
+
+
+class SiluProduct(torch.autograd.Function):
+    """``silu(gate) up`` by kernels of contiguous tensors. Only ``gate`` and ``up`` are saved.
+
+    ``kernel`` takes them, and ``kernel_back`` the output's gradient and them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Any, kernel_back: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.kernel_back = kernel_back
+        return kernel(gate.contiguous(), up.contiguous())  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("silu_product")
+        given = (x.contiguous() for x in (dy, *ctx.saved_tensors))
+        return None, None, *ctx.kernel_back(*given)

@@ -112,7 +112,7 @@ def rg_lru(x: RGLRU) -> tuple[Tensor, Tensor]:
 
     sequences = Sequences(x.key_mask, x.cu_seqlens)
     begins = beginnings(x.x, sequences, x.initial_state, x.reverse)
-    return rg_lru_op(*x[:-1], begins, x.reverse)[:2]
+    return rg_lru_op(*x[:-1], *begins, x.reverse)[:2]
 
 
 def causal_conv1d(x: Convolution) -> tuple[Tensor, Tensor]:
@@ -120,3 +120,26 @@ def causal_conv1d(x: Convolution) -> tuple[Tensor, Tensor]:
     from latte.ops.triton_backend.convolution import convolution_op
 
     return convolution_op(*x)
+
+
+def rotate(cos: Tensor, sin: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+    """See :func:`latte.ops.pointwise.rotate_both`: one tensor or two, in one launch."""
+    from latte.ops.triton_backend import pointwise
+
+    return pointwise.rotate(cos, sin, *xs)
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """See :func:`latte.ops.pointwise.silu_product`."""
+    from latte.ops.triton_backend import pointwise
+
+    return pointwise.silu_product(gate, up)  # type: ignore[no-any-return]
+
+
+def add_rms_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See :func:`latte.ops.pointwise.add_rms_norm`."""
+    from latte.ops.triton_backend import pointwise
+
+    return pointwise.add_rms_norm(x, added, weight, eps)  # type: ignore[no-any-return]

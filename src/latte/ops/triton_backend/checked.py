@@ -59,9 +59,12 @@ FORMS = {
     "rg_lru": Form("rg_lru"),
     "rg_lru-reversed": Form("rg_lru", causal=False),
     "conv": Form("causal_conv1d"),
+    "rotation": Form("rotate"),
+    "silu-product": Form("silu_product"),
+    "residual-norm": Form("add_rms_norm"),
 }
 NAMES = {form: name for name, form in FORMS.items()}
-WITHOUT_PRODUCTS = ("rg_lru", "conv")
+WITHOUT_PRODUCTS = ("rg_lru", "conv", "rotation", "silu-product", "residual-norm")
 # Which input of an op has L, K and D as its last size.
 WIDTHS: dict[str, dict[str, int]] = {
     "latte_attention": {"L": 0, "D": 2},

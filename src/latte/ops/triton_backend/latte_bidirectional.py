@@ -57,8 +57,8 @@ def forward(x: Latte) -> tuple[Tensor, ...]:
 def backward(
     x: Latte,
     dout: Tensor,
-    dlog_mass: Tensor,
-    dmean: Tensor,
+    dlog_mass: Tensor | None,
+    dmean: Tensor | None,
     mean: Tensor,
     top: Tensor,
     mass: Tensor,
@@ -96,6 +96,7 @@ bidirectional_op = differentiable_op(
     returns=["out", "log_mass", "mean"],
     gradients=LATTE_GRADIENTS,
     saves=["mean", "top", "mass"],
+    optional=["log_mass", "mean"],
 )
 
 
@@ -103,7 +104,7 @@ def bidirectional_gradients(
     run: ChunkLauncher,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
     state: tuple[Tensor, Tensor, Tensor],
-    later: tuple[Tensor, Tensor],
+    later: tuple[Tensor | None, Tensor | None],
     results: tuple[Tensor, Tensor, Tensor | None],
     gate: Tensor | None = None,
     window_delta: Tensor | None = None,
@@ -112,7 +113,7 @@ def bidirectional_gradients(
     """Write ``results``, (dq, dk, dv), of which dv may be None; return g and ``lost``.
 
     ``inputs`` are q, k, v, the mask and dy. ``state`` are top, mass and mean of the whole
-    sequences. ``later`` are the gradients of the final mean and log-mass.
+    sequences. ``later`` are the gradients of the final mean and log-mass; None for zeros.
 
     If there is a window, it is state 0, and ``gate`` and ``window_delta`` (B, T, H) are its share
     and delta. q and dq then begin after its logit. ``R`` heads share one head of v.
@@ -127,9 +128,15 @@ def bidirectional_gradients(
         back=True,
         GATED=gate is not None,
     )
-    g = dmean.clone(memory_format=torch.contiguous_format)
+    whole = torch.contiguous_format
+    if dmean is None:
+        g = torch.zeros_like(mean, memory_format=whole)
+    else:
+        g = dmean.clone(memory_format=whole)
     run.by_sequence(add_up, asked, parts.first, g)
-    lost = (g * mean).sum(-1) - dlog_mass
+    lost = (g * mean).sum(-1)
+    if dlog_mass is not None:
+        lost -= dlog_mass
     run.by_chunk(
         mixture_gradients,
         *(q, k, v, mask, parts.table, top, mass, mean, dy, g, lost, *results),

@@ -41,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops.arguments import LATTE_GRADIENTS, Earlier, Latte
-from latte.ops.custom_ops import differentiable_op, empty_gradients
+from latte.ops.custom_ops import differentiable_op, empty_gradients, zeros_of
 from latte.ops.state import final_buffers
 from latte.ops.triton_backend.launch import contiguous, readable
 from latte.ops.triton_backend.segments import (
@@ -76,7 +76,12 @@ def forward(x: Latte) -> tuple[Tensor, ...]:
 
 
 def backward(
-    x: Latte, dout: Tensor, dlog_mass: Tensor, dmean: Tensor, mean: Tensor, *between: Tensor
+    x: Latte,
+    dout: Tensor,
+    dlog_mass: Tensor | None,
+    dmean: Tensor | None,
+    mean: Tensor,
+    *between: Tensor,
 ) -> dict[str, Tensor]:
     """Gradients of all inputs, by one tile of D at a time."""
     dq, dk, dv, dg = empty_gradients(*x.qkv, x.log_decay)
@@ -115,6 +120,7 @@ def latte_op(name: str, forgets: bool) -> Any:
         returns=["out", "log_mass", "mean"],
         gradients=LATTE_GRADIENTS,
         saves=["mean", "top_M", "mass_M", "mean_M", "top", "mass", *(["falls"] if forgets else [])],
+        optional=["log_mass", "mean"],
     )
 
 
@@ -127,7 +133,7 @@ def latent_gradients(
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
     earlier: Earlier,
     between: tuple[Tensor, ...],
-    later: tuple[Tensor, Tensor, Tensor],
+    later: tuple[Tensor | None, Tensor, Tensor | None],
     results: tuple[Tensor, Tensor, Tensor],
     window_delta: Tensor | None = None,
     R: int = 1,
@@ -138,7 +144,7 @@ def latent_gradients(
 
     ``inputs`` are q, k, v, the mask and dy. ``earlier`` is the initial state. For ``between`` see
     :func:`between_segments`. ``later`` are the gradient of the final mean, this mean, and the
-    gradient of the final log-mass.
+    gradient of the final log-mass; None for gradients of zero.
 
     If there is a window, it is state 0 and its delta (B, T, H) is ``window_delta``. q and dq then
     have its logit as column 0. ``window_logit`` (B, T, H) replaces this logit if it is given. Then
@@ -149,7 +155,7 @@ def latent_gradients(
     dmean, final_mu, dlog_mass = later
     dq, dk, dv = results
     tiles = run.tiles()
-    dmean_0 = torch.empty_like(dmean, memory_format=torch.contiguous_format)
+    dmean_0 = torch.empty_like(final_mu, memory_format=torch.contiguous_format)
     sums: list[Tensor] = []
     for tile in tiles:
         # A single tile writes the results. Several tiles write parts in fp32.
@@ -161,7 +167,11 @@ def latent_gradients(
             (q, k, v[..., tile], mask, dy[..., tile]),
             (earlier[0], None if earlier[1] is None else earlier[1][..., tile]),
             (between[0], between[1], between[2][..., tile], *between[3:]),
-            (dmean[..., tile], final_mu[..., tile], None if sums else dlog_mass),
+            (
+                None if dmean is None else dmean[..., tile],
+                final_mu[..., tile],
+                None if sums else dlog_mass,
+            ),
             (*parts[:2], dv[..., tile], dmean_0[..., tile]),
             # Terms without a dimension D belong to the first tile.
             torch.zeros_like(window_delta) if sums and window_delta is not None else window_delta,
@@ -183,7 +193,7 @@ def _tile_gradients(
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
     earlier: Earlier,
     between: tuple[Tensor, ...],
-    later: tuple[Tensor, Tensor, Tensor | None],
+    later: tuple[Tensor | None, Tensor, Tensor | None],
     results: tuple[Tensor, ...],
     window_delta: Tensor | None,
     R: int,
@@ -199,8 +209,12 @@ def _tile_gradients(
     dq, dk, dv, dmean_0 = results
     table, D = run.parts.table, v.shape[-1]
     top_M, mass_M, mean_M, *final = contiguous(*between[:5])
-    dmean = dmean.contiguous()
-    lost = (dmean * final_mu).sum(-1)
+    if dmean is None:
+        both = (final_mu.shape, final_mu.shape[:-1])
+        dmean, lost = zeros_of([(shape, final_mu.dtype, final_mu.device) for shape in both])
+    else:
+        dmean = dmean.contiguous()
+        lost = (dmean * final_mu).sum(-1)
     if dlog_mass is not None:
         lost -= dlog_mass
     starts = torch.empty_like(dmean), torch.empty_like(lost)

@@ -222,6 +222,15 @@ LRU_WALKS_FROM = 512
 CONVOLUTION = {"C": 64, "BE": 64}
 CONVOLUTION_WARPS = 8
 
+# The pointwise kernels: number of elements of a program; the widest row of a norm, the number of
+# elements of its threads, and the number of programs of its backward pass, each of which sums its
+# rows' part of the weight's gradient.
+ROTATION = {"elements": 2048, "num_warps": 4}
+GATED_PRODUCT = {"BE": 1024, "num_warps": 4}
+WIDEST_NORM = 8192
+NORM_ELEMENTS = 16
+NORM_PROGRAMS = 4 * MULTIPROCESSORS
+
 # A step of decoding: number of elements of a tile of keys, values or means.
 STEP_ELEMENTS = 4096
 STEP_WARPS = 8
@@ -358,6 +367,12 @@ def step_tiles(L: int, K: int, D: int) -> dict[str, int]:
         "BD": BD,
         "num_warps": STEP_WARPS,
     }
+
+
+def norm_tile(E: int) -> dict[str, int]:
+    """The tile of a norm's row, and the warps that share it."""
+    BE = 1 << (E - 1).bit_length()
+    return {"BE": BE, "num_warps": min(16, max(1, BE // (32 * NORM_ELEMENTS)))}
 
 
 def unavailable(q: Tensor, L: int, D: int) -> str | None:

@@ -162,8 +162,8 @@ def fake(x: Mixture) -> tuple[Tensor, ...]:
 def backward(
     x: Mixture,
     dout: Tensor,
-    dlog_mass: Tensor,
-    dmean: Tensor,
+    dlog_mass: Tensor | None,
+    dmean: Tensor | None,
     mean: Tensor,
     gate: Tensor,
     logit: Tensor,
@@ -237,6 +237,7 @@ macchiato_op = differentiable_op(
     gradients=(*MACCHIATO_GRADIENTS, "late_v"),
     # For each token and head, the window's share and its logit; then what is saved of the states.
     saves=["mean", "gate", "logit", "top_M", "mass_M", "mean_M", "top", "mass", "falls"],
+    optional=["log_mass", "mean"],
 )
 
 

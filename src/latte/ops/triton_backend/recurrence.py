@@ -9,8 +9,8 @@ A range of tokens is an affine map of the state, h -> A h + B. If sequences and 
 GPU, one program processes a whole sequence (``lru_walk``, ``lru_walk_back``). Otherwise every chunk
 has a program: ``ends`` and ``ends_back`` find each chunk's map, ``carry`` composes the maps,
 ``apply`` and ``apply_back`` write the results. With ``DOWN`` the forward pass goes from the end of
-a sequence to its beginning, and gradients go the other way. ``begins`` (N,) is the token at which a
-sequence starts (a = 0, factor 1), or -1 if it continues from a state.
+a sequence to its beginning, and gradients go the other way. At the token where a sequence starts
+a = 0 and the factor is 1 (:func:`beginnings`).
 
 Saved for the backward pass: the inputs and one state per chunk.
 
@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops.custom_ops import differentiable_op, empty_gradients
-from latte.ops.tensors import Sequences, sequence_bounds
+from latte.ops.tensors import Sequences, count_sequences, sequence_bounds
 from latte.ops.triton_backend.launch import (
     LRU_BACK, LRU_BY_CHUNK, LRU_CARRY, LRU_CHUNK, LRU_STAGES, LRU_WALK, LRU_WALKS_FROM, contiguous,
     launch, readable,
@@ -59,20 +59,15 @@ def _launch(
 
 def beginnings(
     x_BTE: Tensor, sequences: Sequences, initial_state: Tensor | None, reverse: bool
-) -> Tensor:
-    """(N,) int64: the first real token, in order of the walk, of every sequence without a state.
+) -> tuple[Tensor | None, Tensor | None]:
+    """Where sequences start, as the kernels' ``begins`` and ``goes_on`` (N,).
 
-    -1 for a sequence that continues from a state. A sequence without a real token may get any
-    number, because it has no token to compare it with.
+    ``begins``, int64, has the first valid token, in order of the walk, of every sequence; None: the
+    walk's first. A sequence without a valid token may get any number, because it has no token to
+    compare it with. ``goes_on`` says which sequences continue from a state; None: none does.
     """
-    (B, T, _), (key_mask, cu_seqlens, _) = x_BTE.shape, sequences
-    if cu_seqlens is None:
-        first = torch.zeros(B, dtype=torch.long, device=x_BTE.device)
-        if key_mask is not None:
-            seen = key_mask.flip(1) if reverse else key_mask
-            first = seen.to(torch.uint8).argmax(1)
-        first = T - 1 - first if reverse else first
-    else:
+    (key_mask, cu_seqlens, _), T, first = sequences, x_BTE.shape[1], None
+    if cu_seqlens is not None:
         bounds = sequence_bounds(cu_seqlens)
         first = bounds[1:] - 1 if reverse else bounds[:-1]
         if key_mask is not None:
@@ -82,9 +77,11 @@ def beginnings(
             else:
                 wanted = torch.where(first == 0, 0, count[(first - 1).clamp(min=0)]) + 1
             first = torch.searchsorted(count, wanted)
-    if initial_state is None:
-        return first
-    return torch.where((initial_state == 0).all(-1), first, -1)
+    elif key_mask is not None:
+        seen = key_mask.flip(1) if reverse else key_mask
+        first = seen.to(torch.uint8).argmax(1)
+        first = T - 1 - first if reverse else first
+    return first, None if initial_state is None else initial_state.any(-1)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -92,7 +89,7 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 class RGLRU(NamedTuple):
-    """The arguments of ``triton_rg_lru``. For ``begins`` (N,) see :func:`beginnings`."""
+    """The arguments of ``triton_rg_lru``. For ``begins`` and ``goes_on`` see :func:`beginnings`."""
 
     x: Tensor
     recurrence_gate: Tensor
@@ -101,8 +98,14 @@ class RGLRU(NamedTuple):
     initial_state: Tensor | None
     key_mask: Tensor | None
     cu_seqlens: Tensor | None
-    begins: Tensor
+    begins: Tensor | None
+    goes_on: Tensor | None
     reverse: bool
+
+    @property
+    def starts(self) -> tuple[Tensor | None, Tensor | None]:
+        """Where sequences start, as the kernels take it."""
+        return self.begins, readable(self.goes_on)
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,13 +124,13 @@ def forward(x: RGLRU) -> tuple[Tensor, Tensor, Tensor]:
     strides = (*_strides(*x.inputs), T, chunks.per_row, E)
     fixed: dict[str, Any] = {"C": LRU_CHUNK, "DOWN": x.reverse}
     if one_walk(B, T, E, x.cu_seqlens is not None):
-        states = (x.begins, earlier, before, out, final)
+        states = (*x.starts, earlier, before, out, final)
         fixed["STAGES"] = LRU_STAGES
         _launch(lru_walk, B, LRU_WALK, E, *inputs, *states, *strides, **fixed)
         return out, final, before
     decay, added = torch.empty_like(before), torch.empty_like(before)
     at = (chunks.M, LRU_BY_CHUNK, E)
-    found = (*inputs, chunks.table, x.begins)
+    found = (*inputs, chunks.table, *x.starts)
     _launch(ends, *at, *found, decay, added, *strides, **fixed)
     _carry(chunks, decay, added, earlier, before, final, x.reverse)
     _launch(apply, *at, *found, before, out, *strides, **fixed)
@@ -152,29 +155,29 @@ def _carry(
 def fake(x: RGLRU) -> tuple[Tensor, ...]:
     B, T, E = x.x.shape
     M = count_parts(B, T, LRU_CHUNK, x.cu_seqlens)
-    final = x.x.new_empty((x.begins.shape[0], E), dtype=torch.float32)
+    final = x.x.new_empty((count_sequences(B, x.cu_seqlens), E), dtype=torch.float32)
     return *empty_gradients(x.x), final, final.new_empty((M, E))
 
 
-def backward(x: RGLRU, dout: Tensor, dfinal: Tensor, before: Tensor) -> dict[str, Tensor]:
+def backward(x: RGLRU, dout: Tensor, dfinal: Tensor | None, before: Tensor) -> dict[str, Tensor]:
     """Gradients of x, both gates, theta and the initial state."""
     (B, T, E), mask = x.x.shape, readable(x.key_mask)
     chunks = Parts.of(B, T, LRU_CHUNK, x.cu_seqlens)
     dx, dr, di = empty_gradients(*x.inputs)
-    theta_E, dfinal = x.theta.contiguous(), dfinal.contiguous()
-    dinitial = torch.empty_like(dfinal)
+    theta_E, (dfinal,) = x.theta.contiguous(), contiguous(dfinal)
+    dinitial = before.new_empty((chunks.N, E))
     found = {"x": dx, "recurrence_gate": dr, "input_gate": di, "initial_state": dinitial}
     strides = (*_strides(*x.inputs, dout), T, chunks.per_row, E)
     fixed: dict[str, Any] = {"C": LRU_CHUNK, "DOWN": x.reverse}
     if one_walk(B, T, E, x.cu_seqlens is not None):
         parts = before.new_empty((B, E))
-        tensors = (*x.inputs, theta_E, mask, x.begins, before, dfinal, dout)
+        tensors = (*x.inputs, theta_E, mask, *x.starts, before, dfinal, dout)
         outputs = (dx, dr, di, parts, dinitial)
         fixed["STAGES"] = LRU_STAGES
         _launch(lru_walk_back, B, LRU_BACK, E, *tensors, *outputs, *strides, **fixed)
         return found | {"theta": parts.sum(0)}
     decay, added, after, parts = (torch.empty_like(before) for _ in range(4))
-    at, shared = (chunks.M, LRU_BACK, E), (theta_E, mask, chunks.table, x.begins)
+    at, shared = (chunks.M, LRU_BACK, E), (theta_E, mask, chunks.table, *x.starts)
     gate = x.recurrence_gate
     few = (*_strides(gate, dout), T, chunks.per_row, E)
     _launch(ends_back, *at, gate, *shared, dout, decay, added, *few, **fixed)
@@ -193,6 +196,7 @@ rg_lru_op = differentiable_op(
     returns=["h", "last"],
     gradients=["x", "recurrence_gate", "input_gate", "theta", "initial_state"],
     saves=["before"],
+    optional=["last"],
 )
 
 
@@ -278,6 +282,19 @@ def next_steps(mask_ptr, t, stop, C: tl.constexpr, DOWN: tl.constexpr):
 
 
 @triton.jit
+def start_of(begins_ptr, goes_on_ptr, n, T, DOWN: tl.constexpr):
+    """The token at which sequence ``n`` starts, or -1 if it continues from a state."""
+    begins = n * 0
+    if begins_ptr is not None:
+        begins = tl.load(begins_ptr + n)
+    elif DOWN:
+        begins += T - 1
+    if goes_on_ptr is not None:
+        begins = tl.where(tl.load(goes_on_ptr + n) != 0, -1, begins)
+    return begins
+
+
+@triton.jit
 def decays(r, strength, real, fresh):
     """a and sqrt(1 - a^2): 1 and 0 for tokens that are not real, 0 and 1 at a sequence's start."""
     log_a = at_most(-r * strength[None, :], LEAST_DECAY)
@@ -304,7 +321,7 @@ def advance(
 
 @triton.jit(do_not_specialize=SIZES)
 def ends(
-    x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr,
+    x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr, goes_on_ptr,
     decay_ptr, input_ptr,
     x_b, x_t, x_e, r_b, r_t, r_e, i_b, i_t, i_e,
     T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
@@ -321,7 +338,8 @@ def ends(
     theta = tl.load(theta_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     A, B = advance(
         x_ptr + batch * x_b, r_ptr + batch * r_b, i_ptr + batch * i_b, x_t, x_e, r_t, r_e, i_t, i_e,
-        t, real, t == tl.load(begins_ptr + n), softplus(theta) * GATE_STRENGTH, e, E,
+        t, real, t == start_of(begins_ptr, goes_on_ptr, n, T, DOWN),
+        softplus(theta) * GATE_STRENGTH, e, E,
     )  # fmt: skip
     tl.store(decay_ptr + m * E + e, last_step(A, C), mask=e < E)
     tl.store(input_ptr + m * E + e, last_step(B, C), mask=e < E)
@@ -361,7 +379,7 @@ def carry(
 
 @triton.jit(do_not_specialize=SIZES)
 def apply(
-    x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr,
+    x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr, goes_on_ptr,
     before_ptr, out_ptr,
     x_b, x_t, x_e, r_b, r_t, r_e, i_b, i_t, i_e,
     T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
@@ -380,7 +398,8 @@ def apply(
     theta = tl.load(theta_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     A, B = advance(
         x_ptr + batch * x_b, r_ptr + batch * r_b, i_ptr + batch * i_b, x_t, x_e, r_t, r_e, i_t, i_e,
-        t, real, t == tl.load(begins_ptr + n), softplus(theta) * GATE_STRENGTH, e, E,
+        t, real, t == start_of(begins_ptr, goes_on_ptr, n, T, DOWN),
+        softplus(theta) * GATE_STRENGTH, e, E,
     )  # fmt: skip
     h = tl.load(before_ptr + m * E + e, mask=e < E, other=0.0)
     store_steps(out_ptr + batch * T * E, t, stop, e, E, A * h[None, :] + B)
@@ -388,7 +407,7 @@ def apply(
 
 @triton.jit(do_not_specialize=SIZES)
 def lru_walk(
-    x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, begins_ptr,
+    x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, begins_ptr, goes_on_ptr,
     initial_ptr, before_ptr, out_ptr, final_ptr,
     x_b, x_t, x_e, r_b, r_t, r_e, i_b, i_t, i_e,
     T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
@@ -399,7 +418,7 @@ def lru_walk(
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     theta = tl.load(theta_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     strength = softplus(theta) * GATE_STRENGTH
-    begins = tl.load(begins_ptr + batch)
+    begins = start_of(begins_ptr, goes_on_ptr, batch, T, DOWN)
     if mask_ptr is not None:
         mask_ptr += batch * T
     h = tl.zeros((BE,), tl.float32)
@@ -429,7 +448,7 @@ def load_gradients(dy_ptr, dy_t, dy_e, t, stop, e, E):
 
 @triton.jit(do_not_specialize=SIZES)
 def ends_back(
-    r_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr, dy_ptr,
+    r_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr, goes_on_ptr, dy_ptr,
     decay_ptr, input_ptr,
     r_b, r_t, r_e, dy_b, dy_t, dy_e,
     T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
@@ -445,7 +464,7 @@ def ends_back(
     t, real = steps(mask_ptr, start, stop, C, DOWN)
     theta = tl.load(theta_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     r, _ = sigmoids(load_steps(r_ptr + batch * r_b, r_t, r_e, t, real, e, E))
-    fresh = t == tl.load(begins_ptr + n)
+    fresh = t == start_of(begins_ptr, goes_on_ptr, n, T, DOWN)
     a, _ = decays(r, softplus(theta) * GATE_STRENGTH, real, fresh)
     dh = load_gradients(dy_ptr + batch * dy_b, dy_t, dy_e, t, stop, e, E)
     A, B = tl.associative_scan((a, a * dh), 0, compose, reverse=True)
@@ -501,7 +520,7 @@ def slope(theta):
 
 @triton.jit(do_not_specialize=SIZES)
 def apply_back(
-    x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr,
+    x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, table_ptr, begins_ptr, goes_on_ptr,
     before_ptr, after_ptr, dy_ptr, dx_ptr, dr_ptr, di_ptr, dtheta_ptr,
     x_b, x_t, x_e, r_b, r_t, r_e, i_b, i_t, i_e, dy_b, dy_t, dy_e,
     T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
@@ -523,29 +542,31 @@ def apply_back(
     _, dlog = retreat(
         x_ptr + batch * x_b, r_ptr + batch * r_b, i_ptr + batch * i_b, dy_ptr + batch * dy_b,
         dx_ptr + out, dr_ptr + out, di_ptr + out, x_t, x_e, r_t, r_e, i_t, i_e, dy_t, dy_e,
-        mask_ptr, t, real, tl.load(begins_ptr + n), softplus(theta) * GATE_STRENGTH, h0, g1, stop,
-        e, E, C, DOWN,
+        mask_ptr, t, real, start_of(begins_ptr, goes_on_ptr, n, T, DOWN),
+        softplus(theta) * GATE_STRENGTH, h0, g1, stop, e, E, C, DOWN,
     )  # fmt: skip
     tl.store(dtheta_ptr + m * E + e, slope(theta) * dlog, mask=e < E)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def lru_walk_back(
-    x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, begins_ptr,
+    x_ptr, r_ptr, i_ptr, theta_ptr, mask_ptr, begins_ptr, goes_on_ptr,
     before_ptr, final_ptr, dy_ptr, dx_ptr, dr_ptr, di_ptr, dtheta_ptr, dinitial_ptr,
     x_b, x_t, x_e, r_b, r_t, r_e, i_b, i_t, i_e, dy_b, dy_t, dy_e,
     T, per_row, E, C: tl.constexpr, BE: tl.constexpr, DOWN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All gradients in one walk. ``final`` (N, E), an input, is the gradient of the last state."""
+    """All gradients in one walk. ``final`` (N, E) is the last state's gradient, None for zeros."""
     batch = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     theta = tl.load(theta_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     strength = softplus(theta) * GATE_STRENGTH
-    begins = tl.load(begins_ptr + batch)
+    begins = start_of(begins_ptr, goes_on_ptr, batch, T, DOWN)
     if mask_ptr is not None:
         mask_ptr += batch * T
-    g = tl.load(final_ptr + batch * E + e, mask=e < E, other=0.0)
+    g = tl.zeros((BE,), tl.float32)
+    if final_ptr is not None:
+        g = tl.load(final_ptr + batch * E + e, mask=e < E, other=0.0)
     dlog = tl.zeros((BE,), tl.float32)
     out = batch * T * E
     stop = tl.cast(T, tl.int64)
