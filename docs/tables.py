@@ -71,6 +71,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--device": "device to run on, such as `cpu` or `cuda`; a GPU if there is one",
         "--quiet": "print no progress bar and no lines",
         "--force": "replace results of other settings",
+        "--state-dir": "folder of the state that `--read` keeps; the document's",
         "overrides": "changes to the recipe, by dotted names, such as `training.max_steps=200`",
         "checkpoint": "folder written by `latte train` or `save_pretrained`, or a GGUF file",
     },
@@ -108,7 +109,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "output": "new folder; with a recipe, run the command again to continue",
         "--recipe": "YAML recipe of a conversion: train the latents too, and compare with the base",
         **{
-            flag(each): f"{each.metadata['help']}; {marked(each)}"
+            flag(each): f"the key `{each.name}`; {marked(each)}"
             for each in options_of(ConversionOptions)
         },
         "--seed": "seed of the new weights; 0",
@@ -335,8 +336,9 @@ def option_rows(name: str, parser: argparse.ArgumentParser) -> list[tuple[str, .
         optional = action.option_strings and has_default(action)
         shown = f"`{spelled(action.default)}`" if optional else ""
         # Words say what happens without the option.
-        if not shown and action.option_strings and action.nargs != 0 and "; " in meaning:
-            meaning, shown = meaning.split("; ", 1)
+        takes_a_value = action.nargs != 0 or len(names(action)) > 1
+        if not shown and action.option_strings and takes_a_value and "; " in meaning:
+            meaning, shown = meaning.rsplit("; ", 1)
             shown = shown.removeprefix("by default ")
         for option in names(action):
             if option.startswith("--no-") and len(names(action)) > 1:
@@ -344,6 +346,22 @@ def option_rows(name: str, parser: argparse.ArgumentParser) -> list[tuple[str, .
             else:
                 rows.append((f"`{option}`", shown, meaning))
     return rows
+
+
+def option_tables() -> dict[str, str]:
+    """The arguments of each command; a first table has the options that commands share."""
+    rows = {name: option_rows(name, parser) for name, parser in commands().items()}
+    users: dict[tuple[str, ...], list[str]] = {}
+    for name, each in rows.items():
+        for row in each:
+            users.setdefault(row, []).append(name)
+    shared = {row: by for row, by in users.items() if len(by) > 1 and row[0].startswith("`--")}
+    tables = {
+        name: table(("argument", "default", "meaning"), [row for row in each if row not in shared])
+        for name, each in rows.items()
+    }
+    head = ("option", "default", "meaning", "of the commands")
+    return {"shared": table(head, [(*row, ", ".join(by)) for row, by in shared.items()])} | tables
 
 
 def names(action: argparse.Action) -> list[str]:
@@ -457,13 +475,9 @@ def name_rows(page: Path) -> list[tuple[str, ...]]:
 
 def blocks() -> dict[Path, dict[str, str]]:
     """What stands in each generated block of each page."""
-    options = {
-        name: table(("argument", "default", "meaning"), option_rows(name, parser))
-        for name, parser in commands().items()
-    }
     head = ("key", "value", "default", "meaning")
     keys = {name: table(head, key_rows(name)) for name in SECTIONS}
-    pages = {OPTIONS_PAGE: options, KEYS_PAGE: keys}
+    pages = {OPTIONS_PAGE: option_tables(), KEYS_PAGE: keys}
     for module in MODULES:
         page = DOCS / f"reference/{module}.md"
         pages[page] = {"names": table(("name", "what it is", "defined in"), name_rows(page))}
