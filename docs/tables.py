@@ -59,10 +59,10 @@ def marked(each: dataclasses.Field[Any]) -> str:
     return f"`{words}`" if isinstance(each.default, str) else words
 
 
-def meaning(each: dataclasses.Field[Any], nothing: str) -> str:
-    """What an option of latents is, and what it means that its default is nothing."""
+def meaning(each: dataclasses.Field[Any]) -> str:
+    """What an option of latents is, and what it means that its default is None."""
     none = each.metadata["none"] if each.default is None else ""
-    return each.metadata["help"] + (f"; {nothing}: {none}" if none else "")
+    return each.metadata["help"] + (f"; None: {none}" if none else "")
 
 
 # Where a help text of one line is not enough for a page. `*` holds for every command.
@@ -108,10 +108,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
     "convert": {
         "output": "new folder; with a recipe, run the command again to continue",
         "--recipe": "YAML recipe of a conversion: train the latents too, and compare with the base",
-        **{
-            flag(each): f"the key `{each.name}`; {marked(each)}"
-            for each in options_of(ConversionOptions)
-        },
+        **{flag(each): f"`{each.name}`; {marked(each)}" for each in options_of(ConversionOptions)},
         "--seed": "seed of the new weights; 0",
         "--dtype": "precision of the base's weights, such as `bfloat16`; the checkpoint's",
         "--weights": "bits of the base's weights: `file` (those of a GGUF file), `int4`, `int8` or"
@@ -276,7 +273,6 @@ KEY_WORDS: dict[str, dict[str, str]] = {
     "conversion": {
         "base": "pretrained decoder: a folder, a GGUF file or a Hub name. A converted model is"
         " trained further. `model` is then not used, and the tokenizer is the base's",
-        **{each.name: meaning(each, "null") for each in options_of(ConversionOptions)},
         "dtype": "precision of the base's weights; `auto`: the checkpoint's",
         "mass_weight": "weight of KL(m, p(l=0)) in the stage `layers`",
         "window_dropout": "probability that a layer's window is hidden in the first step of next"
@@ -413,6 +409,7 @@ def yaml_value(value: Any) -> str:
 
 def key_rows(name: str) -> list[tuple[str, ...]]:
     section = SECTIONS[name]
+    elsewhere = {each.name for each in options_of(ConversionOptions)}  # conversion_table
     hints, beside = typing.get_type_hints(section), comments(section)
     words, blank = KEY_WORDS[name], section()
     return [
@@ -423,6 +420,7 @@ def key_rows(name: str) -> list[tuple[str, ...]]:
             words.get(field.name) or beside.get(field.name, ""),
         )
         for field in dataclasses.fields(section)
+        if name != "conversion" or field.name not in elsewhere
     ]
 
 
@@ -432,7 +430,7 @@ def key_rows(name: str) -> list[tuple[str, ...]]:
 def field_table(head: tuple[str, ...], kind: type) -> str:
     """(name, default, meaning) of the options of a class, under such a head."""
     rows: list[tuple[str, ...]] = [
-        (f"`{each.name}`", repr(each.default), meaning(each, "None")) for each in options_of(kind)
+        (f"`{each.name}`", repr(each.default), meaning(each)) for each in options_of(kind)
     ]
     return table(head, rows)
 
@@ -447,7 +445,7 @@ def conversion_table() -> str:
         (
             f"`{name}`",
             *(repr(held[name].default) if name in held else "-" for held in (options, fields)),
-            meaning((fields | options)[name], "None"),
+            meaning((fields | options)[name]),
         )
         for name in options | fields
     ]
