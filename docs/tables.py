@@ -427,12 +427,12 @@ def key_rows(name: str) -> list[tuple[str, ...]]:
 # ---- options of latents, in Python
 
 
-def field_table(head: tuple[str, ...], kind: type) -> str:
-    """(name, default, meaning) of the options of a class, under such a head."""
+def field_table(kind: type) -> str:
+    """Name and default of each option of a class; `conversion_table` has their meaning."""
     rows: list[tuple[str, ...]] = [
-        (f"`{each.name}`", repr(each.default), meaning(each)) for each in options_of(kind)
+        (f"`{each.name}`", repr(each.default)) for each in options_of(kind)
     ]
-    return table(head, rows)
+    return table(("field", "default"), rows)
 
 
 def conversion_table() -> str:
@@ -479,9 +479,7 @@ def blocks() -> dict[Path, dict[str, str]]:
     for module in MODULES:
         page = DOCS / f"reference/{module}.md"
         pages[page] = {"names": table(("name", "what it is", "defined in"), name_rows(page))}
-    pages[DOCS / "reference/models.md"] |= {
-        "latents": field_table(("field", "default", "meaning"), LatteConfig)
-    }
+    pages[DOCS / "reference/models.md"] |= {"latents": field_table(LatteConfig)}
     pages[DOCS / "reference/conversion.md"] |= {
         "options": conversion_table(),
     }
