@@ -6,7 +6,7 @@ rewrites every block between ``<!-- generated: NAME -->`` and ``<!-- /generated 
 below. Names, values and defaults of options and keys come from the code. Their meaning is the words
 below; where there are none, it is the help of the option or the comment beside the field. The
 options of latents have their meaning in `latte.layers.latent_fields`, and nowhere else. A public
-name of a reference page gets its file and the first sentence of its docstring, so that the page can
+name of a reference page gets the first sentence of its docstring, so that the page can
 be read in the repository, where nothing fills in the whole docstrings.
 """
 
@@ -40,7 +40,6 @@ from latte.models import LatteConfig
 DOCS = Path(__file__).parent
 OPTIONS_PAGE = DOCS / "reference/command-line.md"
 KEYS_PAGE = DOCS / "reference/recipes.md"
-SOURCE = DOCS.parent / "src"
 MODULES = ("ops", "layers", "models", "conversion", "data")  # each has a page in reference/
 SECTIONS: dict[str, type] = {
     "model": ModelSection,
@@ -103,7 +102,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--batch-tokens": "number of tokens in one batch; `16384`",
         "--bf16": "compute in bfloat16 (autocast)",
         "--output": "folder of the results; `CHECKPOINT/evaluation`, with `-MIXING` if that is"
-        " given; of a GGUF file `FILE-evaluation` in the working folder",
+        " given, and of a GGUF file `FILE-evaluation` in the working folder",
     },
     "convert": {
         "output": "new folder; with a recipe, run the command again to continue",
@@ -456,15 +455,14 @@ def conversion_table() -> str:
 
 
 def name_rows(page: Path) -> list[tuple[str, ...]]:
-    """(name, what it is, file) of each name whose docstring a page shows."""
+    """(name, what it is) of each name whose docstring a page shows."""
     rows: list[tuple[str, ...]] = []
     for path in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.M):
         module, name = path.rsplit(".", 1)
         found = getattr(importlib.import_module(module), name)
         first = (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ")
         first = re.sub(r":\w+:`([^`]*)`", r"`\1`", first).replace("``", "`")
-        file = Path(inspect.getsourcefile(inspect.unwrap(found)) or "").relative_to(SOURCE)
-        rows.append((f"`{name}`", first, f"`src/{file.as_posix()}`"))
+        rows.append((f"`{name}`", first))
     return rows
 
 
@@ -478,7 +476,7 @@ def blocks() -> dict[Path, dict[str, str]]:
     pages = {OPTIONS_PAGE: option_tables(), KEYS_PAGE: keys}
     for module in MODULES:
         page = DOCS / f"reference/{module}.md"
-        pages[page] = {"names": table(("name", "what it is", "defined in"), name_rows(page))}
+        pages[page] = {"names": table(("name", "what it is"), name_rows(page))}
     pages[DOCS / "reference/models.md"] |= {"latents": field_table(LatteConfig)}
     pages[DOCS / "reference/conversion.md"] |= {
         "options": conversion_table(),
