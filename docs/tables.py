@@ -6,7 +6,7 @@ rewrites every block between ``<!-- generated: NAME -->`` and ``<!-- /generated 
 below. Names, values and defaults of options and keys come from the code. Their meaning is the words
 below; where there are none, it is the help of the option or the comment beside the field. The
 options of latents have their meaning in `latte.layers.latent_fields`, and nowhere else. A public
-name of a reference page gets its file and the first sentence of its docstring, so that the page can
+name of a reference page gets the first sentence of its docstring, so that the page can
 be read in the repository, where nothing fills in the whole docstrings.
 """
 
@@ -40,7 +40,6 @@ from latte.models import LatteConfig
 DOCS = Path(__file__).parent
 OPTIONS_PAGE = DOCS / "reference/command-line.md"
 KEYS_PAGE = DOCS / "reference/recipes.md"
-SOURCE = DOCS.parent / "src"
 MODULES = ("ops", "layers", "models", "conversion", "data")  # each has a page in reference/
 SECTIONS: dict[str, type] = {
     "model": ModelSection,
@@ -59,10 +58,10 @@ def marked(each: dataclasses.Field[Any]) -> str:
     return f"`{words}`" if isinstance(each.default, str) else words
 
 
-def meaning(each: dataclasses.Field[Any], nothing: str) -> str:
-    """What an option of latents is, and what it means that its default is nothing."""
+def meaning(each: dataclasses.Field[Any]) -> str:
+    """What an option of latents is, and what it means that its default is None."""
     none = each.metadata["none"] if each.default is None else ""
-    return each.metadata["help"] + (f"; {nothing}: {none}" if none else "")
+    return each.metadata["help"] + (f"; None: {none}" if none else "")
 
 
 # Where a help text of one line is not enough for a page. `*` holds for every command.
@@ -71,6 +70,7 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--device": "device to run on, such as `cpu` or `cuda`; a GPU if there is one",
         "--quiet": "print no progress bar and no lines",
         "--force": "replace results of other settings",
+        "--state-dir": "folder of the state that `--read` keeps; the document's",
         "overrides": "changes to the recipe, by dotted names, such as `training.max_steps=200`",
         "checkpoint": "folder written by `latte train` or `save_pretrained`, or a GGUF file",
     },
@@ -102,15 +102,12 @@ OPTION_WORDS: dict[str, dict[str, str]] = {
         "--batch-tokens": "number of tokens in one batch; `16384`",
         "--bf16": "compute in bfloat16 (autocast)",
         "--output": "folder of the results; `CHECKPOINT/evaluation`, with `-MIXING` if that is"
-        " given; of a GGUF file `FILE-evaluation` in the working folder",
+        " given, and of a GGUF file `FILE-evaluation` in the working folder",
     },
     "convert": {
         "output": "new folder; with a recipe, run the command again to continue",
         "--recipe": "YAML recipe of a conversion: train the latents too, and compare with the base",
-        **{
-            flag(each): f"{each.metadata['help']}; {marked(each)}"
-            for each in options_of(ConversionOptions)
-        },
+        **{flag(each): f"`{each.name}`; {marked(each)}" for each in options_of(ConversionOptions)},
         "--seed": "seed of the new weights; 0",
         "--dtype": "precision of the base's weights, such as `bfloat16`; the checkpoint's",
         "--weights": "bits of the base's weights: `file` (those of a GGUF file), `int4`, `int8` or"
@@ -275,7 +272,6 @@ KEY_WORDS: dict[str, dict[str, str]] = {
     "conversion": {
         "base": "pretrained decoder: a folder, a GGUF file or a Hub name. A converted model is"
         " trained further. `model` is then not used, and the tokenizer is the base's",
-        **{each.name: meaning(each, "null") for each in options_of(ConversionOptions)},
         "dtype": "precision of the base's weights; `auto`: the checkpoint's",
         "mass_weight": "weight of KL(m, p(l=0)) in the stage `layers`",
         "window_dropout": "probability that a layer's window is hidden in the first step of next"
@@ -335,8 +331,9 @@ def option_rows(name: str, parser: argparse.ArgumentParser) -> list[tuple[str, .
         optional = action.option_strings and has_default(action)
         shown = f"`{spelled(action.default)}`" if optional else ""
         # Words say what happens without the option.
-        if not shown and action.option_strings and action.nargs != 0 and "; " in meaning:
-            meaning, shown = meaning.split("; ", 1)
+        takes_a_value = action.nargs != 0 or len(names(action)) > 1
+        if not shown and action.option_strings and takes_a_value and "; " in meaning:
+            meaning, shown = meaning.rsplit("; ", 1)
             shown = shown.removeprefix("by default ")
         for option in names(action):
             if option.startswith("--no-") and len(names(action)) > 1:
@@ -344,6 +341,22 @@ def option_rows(name: str, parser: argparse.ArgumentParser) -> list[tuple[str, .
             else:
                 rows.append((f"`{option}`", shown, meaning))
     return rows
+
+
+def option_tables() -> dict[str, str]:
+    """The arguments of each command; a first table has the options that commands share."""
+    rows = {name: option_rows(name, parser) for name, parser in commands().items()}
+    users: dict[tuple[str, ...], list[str]] = {}
+    for name, each in rows.items():
+        for row in each:
+            users.setdefault(row, []).append(name)
+    shared = {row: by for row, by in users.items() if len(by) > 1 and row[0].startswith("`--")}
+    tables = {
+        name: table(("argument", "default", "meaning"), [row for row in each if row not in shared])
+        for name, each in rows.items()
+    }
+    head = ("option", "default", "meaning", "of the commands")
+    return {"shared": table(head, [(*row, ", ".join(by)) for row, by in shared.items()])} | tables
 
 
 def names(action: argparse.Action) -> list[str]:
@@ -395,6 +408,7 @@ def yaml_value(value: Any) -> str:
 
 def key_rows(name: str) -> list[tuple[str, ...]]:
     section = SECTIONS[name]
+    elsewhere = {each.name for each in options_of(ConversionOptions)}  # conversion_table
     hints, beside = typing.get_type_hints(section), comments(section)
     words, blank = KEY_WORDS[name], section()
     return [
@@ -405,18 +419,19 @@ def key_rows(name: str) -> list[tuple[str, ...]]:
             words.get(field.name) or beside.get(field.name, ""),
         )
         for field in dataclasses.fields(section)
+        if name != "conversion" or field.name not in elsewhere
     ]
 
 
 # ---- options of latents, in Python
 
 
-def field_table(head: tuple[str, ...], kind: type) -> str:
-    """(name, default, meaning) of the options of a class, under such a head."""
+def field_table(kind: type) -> str:
+    """Name and default of each option of a class; `conversion_table` has their meaning."""
     rows: list[tuple[str, ...]] = [
-        (f"`{each.name}`", repr(each.default), meaning(each, "None")) for each in options_of(kind)
+        (f"`{each.name}`", repr(each.default)) for each in options_of(kind)
     ]
-    return table(head, rows)
+    return table(("field", "default"), rows)
 
 
 def conversion_table() -> str:
@@ -429,7 +444,7 @@ def conversion_table() -> str:
         (
             f"`{name}`",
             *(repr(held[name].default) if name in held else "-" for held in (options, fields)),
-            meaning((fields | options)[name], "None"),
+            meaning((fields | options)[name]),
         )
         for name in options | fields
     ]
@@ -440,15 +455,14 @@ def conversion_table() -> str:
 
 
 def name_rows(page: Path) -> list[tuple[str, ...]]:
-    """(name, what it is, file) of each name whose docstring a page shows."""
+    """(name, what it is) of each name whose docstring a page shows."""
     rows: list[tuple[str, ...]] = []
     for path in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.M):
         module, name = path.rsplit(".", 1)
         found = getattr(importlib.import_module(module), name)
         first = (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ")
         first = re.sub(r":\w+:`([^`]*)`", r"`\1`", first).replace("``", "`")
-        file = Path(inspect.getsourcefile(inspect.unwrap(found)) or "").relative_to(SOURCE)
-        rows.append((f"`{name}`", first, f"`src/{file.as_posix()}`"))
+        rows.append((f"`{name}`", first))
     return rows
 
 
@@ -457,19 +471,13 @@ def name_rows(page: Path) -> list[tuple[str, ...]]:
 
 def blocks() -> dict[Path, dict[str, str]]:
     """What stands in each generated block of each page."""
-    options = {
-        name: table(("argument", "default", "meaning"), option_rows(name, parser))
-        for name, parser in commands().items()
-    }
     head = ("key", "value", "default", "meaning")
     keys = {name: table(head, key_rows(name)) for name in SECTIONS}
-    pages = {OPTIONS_PAGE: options, KEYS_PAGE: keys}
+    pages = {OPTIONS_PAGE: option_tables(), KEYS_PAGE: keys}
     for module in MODULES:
         page = DOCS / f"reference/{module}.md"
-        pages[page] = {"names": table(("name", "what it is", "defined in"), name_rows(page))}
-    pages[DOCS / "reference/models.md"] |= {
-        "latents": field_table(("field", "default", "meaning"), LatteConfig)
-    }
+        pages[page] = {"names": table(("name", "what it is"), name_rows(page))}
+    pages[DOCS / "reference/models.md"] |= {"latents": field_table(LatteConfig)}
     pages[DOCS / "reference/conversion.md"] |= {
         "options": conversion_table(),
     }

@@ -251,11 +251,21 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def publish(
-    table: Table, section: str, down: Sequence[str], across: str, captions: Mapping[str, str]
+    table: Table,
+    section: str,
+    down: Sequence[str],
+    across: str,
+    captions: Mapping[str, str],
+    only: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """The figure of a CPU's CSV file, and its tables in the documents, one for each caption."""
+    """The figure of a CPU's CSV file, and its tables in the documents, one for each caption.
+
+    Args:
+        only: Values of columns that the documents show; by default all of them.
+    """
     out = table.path.parent
-    tables = [pivot(text, table.rows, down, across, column) for column, text in captions.items()]
+    rows = [row for row in table.rows if all(row[c] in x for c, x in (only or {}).items())]
+    tables = [pivot(text, rows, down, across, column) for column, text in captions.items()]
     document(out, section, table.rows, *tables)
     say(f"wrote {table.path} and {draw(out, table.path.stem)}")
 

@@ -273,14 +273,14 @@ def report_goals(
     if device is None:
         missed = [row for row in rows if row["verdict"] == "miss"]
         text = f"{len(rows) - len(missed)} of {len(rows)} goals are met. Those that are missed:"
-        document(path.parent, "goals", rows, text, goals_table(missed))
+        document(path.parent, "goals", rows, text, goals_table(missed, "goal target measured note"))
     say(f"\n{goals_table(rows)}")
 
 
-def goals_table(rows: Sequence[Row]) -> str:
+def goals_table(rows: Sequence[Row], head: str = "goal target measured verdict note") -> str:
     """Goals, targets and verdicts in Markdown."""
-    shown = [(r["goal"], r["target"], r["measured"], r["verdict"], r["note"]) for r in rows]
-    return markdown([("goal", "target", "measured", "verdict", "note"), *shown], 2).rstrip()
+    columns = head.split()
+    return markdown([columns, *([row[name] for name in columns] for row in rows)], 2).rstrip()
 
 
 def document(

@@ -19,10 +19,7 @@ NAMES = {
     "`latte-conv-swa-f++`, shorter half-lives": "latte-conv-swa-f++, half_life_range=[1.0,64.0]",
     "`latte-r-swa++`, `window_probability` 0.9": "latte-r-swa++, window_probability=0.9",
 }
-PAST_PARTS = {
-    "at 1,024": "1024", "0 to 63": "1024: 0 to 63", "64 to 255": "1024: 64 to 255",
-    "256 to 1,023": "1024: 256 to 1023", "at 4,096": "4096",
-}  # fmt: skip
+PAST_PARTS = {"at 1,024": "1024", "0 to 63": "1024: 0 to 63", "256 to 1,023": "1024: 256 to 1023"}
 
 
 @pytest.fixture
@@ -67,8 +64,8 @@ def test_where_the_past_matters(read, pairs):
     tables = table_with(read("experiments/results/books.md"), "control", *PAST_PARTS)
     names = ("past", "past, equal parameters", "past, recurrence", "past, hybrid", "past, on a GPU")
     for name, table in zip(names, tables, strict=True):
-        expected = [key for key in pairs if key[0] == name]
-        assert len(table) * len(PAST_PARTS) == len(expected)
+        expected = {key[:3] for key in pairs if key[0] == name}
+        assert len(table) == len(expected)
         for line in table:
             for column, part in PAST_PARTS.items():
                 row = pairs[name, name_of(line["model"]), name_of(line["control"]), part]
