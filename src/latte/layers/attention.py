@@ -19,6 +19,7 @@ from latte.layers.checks import check_positive
 from latte.layers.latent_fields import KEPT_BLOCK, check_kept
 from latte.layers.latents import HALF_LIFE_RANGE, LatentLogits
 from latte.layers.mixer import EMPTY, Context, Mixer, MixerState, Projected
+from latte.layers.native import BEGUN
 from latte.layers.parts import Rotary, sink_edge
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.step import StepState
@@ -234,6 +235,17 @@ class LatteMacchiato(Mixer):
         score = parts["latents"].kept_scores.step(x_BE) if self.kept_tokens else None
         return state.attend(local, scale, self.softcap, rotary, latents, self.joint_softmax, score)
 
+    def _begun_step(
+        self, begun: tuple[Tensor, ...], state: StepState, rotary: Rotary | None
+    ) -> Tensor:
+        """As :meth:`_step`, after :func:`latte.ops.decoding.layer_begin`."""
+        q, k, v, latent_q, latent_k, score = begun
+        latents: Any = self._modules["latents"]
+        logits, scale = (latent_q, latent_k, latents.log_decay(len(q))), self.head_dim**-0.5
+        rotary, own = self._table(q, state, rotary), score if self.kept_tokens else None
+        given = scale, self.softcap, rotary, logits, self.joint_softmax, own
+        return state.attend((q, k, v), *given)
+
     # --- for inspection -------------------------------------------------------------------------
 
     def _weights(self, projected: Projected, context: Context) -> Tensor:
@@ -283,6 +295,9 @@ class LatteMacchiato(Mixer):
             initial_state=projected.state.window if kept is None else None,
             partition=Partition(sinks, kept=kept),
         )
+
+
+BEGUN[LatteMacchiato] = lambda mixer: mixer._modules["latents"]
 
 
 def identity_values(near: Projected) -> Tensor:
