@@ -82,3 +82,24 @@ def test_a_step_takes_few_operations(family, most):
     others = sum(name.startswith("aten::") for name in names)
     assert kernels <= 12 * layers + 2
     assert others <= most * layers + 130  # once: the embedding, masks and rotary tables
+
+
+@pytest.mark.skipif(cpp_backend.ABSENT is not None, reason=str(cpp_backend.ABSENT))
+@pytest.mark.parametrize("part", ["latents.k_proj", "o_proj", "v_proj"])
+def test_a_layer_is_three_kernels_until_a_part_is_hooked(part):
+    """Before the attention, the attention, and after it: little is read between two calls."""
+    kept = {"kept_tokens": 4, "kept_block": 2, "local_window": 4, "joint_softmax": True}
+    model = converted("llama", **BOTH, **kept).float()
+    ids, cache, calls = tokens(16, 1), LatteCache(model.config), []
+    whole = model(ids, use_cache=False).logits
+    read(model, cache, ids[:, :13])
+    read(model, cache, ids[:, 13:14])
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        found = [read(model, cache, ids[:, 14:15])]
+    kernels = [event.name for event in seen.events() if event.name.startswith("latte::cpu_")]
+    assert len(kernels) <= 3 * model.config.num_hidden_layers + 2  # the last norm, the head
+    linear = model.model.layers[1].self_attn.get_submodule(part)
+    linear.register_forward_hook(lambda *_: calls.append(1))
+    found.append(read(model, cache, ids[:, 15:]))
+    assert len(calls) == 1
+    torch.testing.assert_close(torch.cat(found, 1), whole[:, 14:], rtol=1e-4, atol=1e-4)

@@ -22,6 +22,7 @@ from latte.conversion.step import Table
 from latte.layers import Context, LatteMacchiato, MixerState, MixingLogits, Projected
 from latte.layers.latents import LatentLogits
 from latte.layers.mixer import EMPTY
+from latte.layers.native import BEGUN
 from latte.layers.parts import Rotary
 from latte.layers.step import StepState
 from latte.models.cache_name import one_cache
@@ -203,9 +204,7 @@ class MacchiatoAttention(LatteMacchiato):
         # For one token every Python call takes a noticeable time, and module attributes are slow.
         parts, B, plan = self._modules, x_BE.shape[0], state.step_context.plan
         maps: Any = parts["q_proj"], parts["k_proj"], parts["v_proj"]
-        q, k, v = (x.view(B, -1, self.head_dim) for x in plan.linear_maps(x_BE, *maps))
-        if "q_norm" in parts:
-            q, k = plan.norm(parts["q_norm"], q), plan.norm(parts["k_norm"], k)
+        local = tuple(x.view(B, -1, self.head_dim) for x in plan.linear_maps(x_BE, *maps))
         logits = score = None
         if self.mixing not in ("base", "window"):
             latents: Any = parts["latents"]
@@ -213,8 +212,25 @@ class MacchiatoAttention(LatteMacchiato):
         if state.kept is not None:
             latents = parts["latents"]
             score = latents.kept_scores.step(x_BE)
-        local, joint = (q, k, v), self.joint_softmax
-        return state.attend(local, self.scale, self.softcap, rotary, logits, joint, score)
+        return self._mixed(local, logits, score, state, rotary)
+
+    def _begun_step(
+        self, begun: tuple[Tensor, ...], state: StepState, rotary: Rotary | None
+    ) -> Tensor:
+        latents: Any = self._modules["latents"]
+        logits = *begun[3:5], latents.log_decay(len(begun[0]))
+        return self._mixed(begun[:3], logits, begun[5] if state.kept else None, state, rotary)
+
+    def _mixed(
+        self, local: Any, latents: Any, score: Tensor | None, state: StepState, rotary: Any
+    ) -> Tensor:
+        """A step's output of each head, from its q, k and v and the latents' logits."""
+        parts = self._modules
+        if "q_norm" in parts:
+            plan, (q, k, v) = state.step_context.plan, local
+            local = plan.norm(parts["q_norm"], q), plan.norm(parts["k_norm"], k), v
+        joint = self.joint_softmax
+        return state.attend(local, self.scale, self.softcap, rotary, latents, joint, score)
 
     # --- for inspection -------------------------------------------------------------------------
 
@@ -241,3 +257,8 @@ class MacchiatoAttention(LatteMacchiato):
             f"window={self.window}, mixing={self.mixing!r}, num_sinks={self.num_sinks}, "
             f"delay_latents={self.delay_latents}, kept_tokens={self.kept_tokens}"
         )
+
+
+BEGUN[MacchiatoAttention] = lambda mixer: (
+    None if mixer.mixing in ("base", "window") else mixer._modules["latents"]
+)

@@ -15,6 +15,7 @@ from latte.layers.checks import check_positive
 from latte.layers.latent_fields import KEPT_BLOCK, check_kept
 from latte.layers.latents import LatentLogits
 from latte.layers.mixer import Context, Mixer, MixerState, Projected
+from latte.layers.native import BEGUN
 from latte.layers.parts import Rotary, sink_edge
 from latte.layers.step import StepState
 from latte.layers.weights import MacchiatoWeights
@@ -193,3 +194,17 @@ class LatteMacchiato(MacchiatoWeights, Mixer):
         joint = self.joint_softmax
         mixture = state.attend(local, scale, self.softcap, rotary, latents, joint, score)
         return self._output(mixture, local[2], x_BE)
+
+    def _begun_step(
+        self, begun: tuple[Tensor, ...], state: StepState, rotary: Rotary | None
+    ) -> Tensor:
+        """As :meth:`_step`, after :func:`latte.ops.decoding.layer_begin`."""
+        q, k, v, latent_q, latent_k, score = begun
+        latents: Any = self._modules["latents"]
+        logits, scale = (latent_q, latent_k, latents.log_decay(len(q))), self.head_dim**-0.5
+        rotary, own = self._table(q, state, rotary), score if self.kept_tokens else None
+        given = scale, self.softcap, rotary, logits, self.joint_softmax, own
+        return state.attend((q, k, v), *given)
+
+
+BEGUN[LatteMacchiato] = lambda mixer: mixer._modules["latents"]

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from latte.layers.native import is_hooked
 from latte.layers.parts import InitializedModule
+from latte.ops import decoding
 
 WIDTH = 64  # of the hidden layer
+EPS = 1e-6  # of the norm
 
 
 class KeptScores(InitializedModule):
@@ -42,15 +45,23 @@ class KeptScores(InitializedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores (B, T, G) of inputs (B, T, E), in the dtype of the weights."""
-        x = F.rms_norm(x.to(self.up.weight.dtype), x.shape[-1:], eps=1e-6)
+        x = F.rms_norm(x.to(self.up.weight.dtype), x.shape[-1:], eps=EPS)
         return _coarse(self.down(F.gelu(self.up(x))))
 
     def step(self, x_BE: Tensor) -> Tensor:
         """Scores (B, G) of one token per row."""
         parts: Any = self._modules  # ten times as fast as a module's attributes
         up, down = parts["up"]._parameters, parts["down"]._parameters
-        x = F.rms_norm(x_BE.to(up["weight"].dtype), x_BE.shape[-1:], eps=1e-6)
+        x = F.rms_norm(x_BE.to(up["weight"].dtype), x_BE.shape[-1:], eps=EPS)
         return _coarse(F.linear(F.gelu(F.linear(x, *up.values())), *down.values()))
+
+    def native(self, x: Tensor) -> tuple[Any, ...]:
+        """The weights and biases that a kernel reads with inputs x; empty if modules are called."""
+        maps: Any = self.up, self.down
+        if any(type(linear) is not nn.Linear or is_hooked(linear) for linear in maps):
+            return ()
+        held = [linear._parameters.get(name) for linear in maps for name in ("weight", "bias")]
+        return tuple(held) if decoding.fits(x, *held) else ()
 
 
 def _coarse(scores: Tensor) -> Tensor:

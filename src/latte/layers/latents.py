@@ -23,6 +23,7 @@ from latte.layers.latent_fields import (
     check_probability,
 )
 from latte.layers.mixer import Context, MixerState
+from latte.layers.native import native_weights
 from latte.layers.parts import CausalConv1d, InitializedModule, RMSNorm
 from latte.layers.recurrent import DECAY_RANGE, RGLRU, STEP_KINDS
 from latte.layers.step import StepState
@@ -235,6 +236,8 @@ class LatentLogits(InitializedModule):
         """Logits q (B, H, L or L+1) and k (B, H, L) of one token per row, and ``log_decay``."""
         parts: Any = self._modules
         z, B = parts["input"].step(x_BE, state), x_BE.shape[0]
+        if found := state.step_context.plan.latents(self, z):
+            return *found, self.log_decay(B)
         heads = (B, self.num_heads, -1)
         gates = [parts["decay_proj"]] if self.forgetting == "gated" else []
         maps = parts["q_proj"], parts["k_proj"], *gates
@@ -244,3 +247,21 @@ class LatentLogits(InitializedModule):
             q_BHL.select(-1, 0).add_(self.window_bias)
         log_decay = self._log_decay(gate[0] if gate else None, (B,))
         return q_BHL, k_BHL, log_decay
+
+    def log_decay(self, rows: int) -> Tensor | None:
+        """The log-decays of one token per row, (B, H, L), where they do not depend on it."""
+        return None if self.forgetting == "none" else self._log_decay(None, (rows,))
+
+    def native(self, z: Tensor) -> tuple[Any, ...]:
+        """The weights and the bias that a kernel reads with inputs z; empty if modules are called.
+
+        The kernel casts z to the dtype of the weights.
+        """
+        maps: Any = self._modules["q_proj"], self._modules["k_proj"]
+        z, bias = in_dtype(z, self.dtype), self._parameters.get("window_bias")
+        weights = native_weights(z, maps, (nn.Linear, nn.Linear))
+        if not weights or self.forgetting == "gated":
+            return ()
+        if self.window_probability is not None and not decoding.fits(z, bias):
+            return ()
+        return *weights, bias

@@ -494,11 +494,14 @@ class Mixer(DenseWeights, InitializedModule):
         maps = parts["q_proj"], parts["k_proj"], parts["v_proj"]
         q, k, v = state.step_context.plan.linear_maps(x_BE, *maps)
         local = q.view(B, H, -1), k.view(B, G, -1), v.view(B, G, -1)
-        if self.rotary is not None and rotary is None:
-            rotary = of_single_tokens(
-                self.rotary(state.step_context.position[:, None], q.dtype, self.sink_edge)
-            )
-        return local, None if self.rotary is None else rotary
+        return local, self._table(q, state, rotary)
+
+    def _table(self, q: Tensor, state: Any, rotary: Rotary | None) -> Rotary | None:
+        """The table by which a step rotates: that of the model, or this mixer's own."""
+        if self.rotary is None or rotary is not None:
+            return None if self.rotary is None else rotary
+        place = state.step_context.position[:, None]
+        return of_single_tokens(self.rotary(place, q.dtype, self.sink_edge))
 
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}"

@@ -38,6 +38,11 @@ MAPS: dict[type[nn.Module], Callable[[Any], Callable[[Tensor], Tensor]]] = {}
 INTEGERS: dict[type[nn.Module], Callable[[Any], tuple[Tensor, Tensor] | None]] = {}
 
 
+# Mixers whose projections one kernel computes, by class: from the mixer, its latents, or None if
+# the projections are not the kernel's.
+BEGUN: dict[type[nn.Module], Callable[[Any], Any]] = {}
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether a call of the module does not only run the ``forward`` of its class."""
     own = module.__dict__
@@ -91,6 +96,17 @@ def native_integers(x: Tensor, maps: Iterable[Any]) -> list[Tensor]:
             return []
         found += integers
     return found
+
+
+def native_maps(x: Tensor, *maps: Any) -> list[Any]:
+    """The weight and None of each of these maps, or all their integers and scales; empty if called.
+
+    For x (B, E), as in :func:`native_weights` and :func:`native_integers`.
+    """
+    weights = native_weights(x, maps, (nn.Linear,) * len(maps))
+    if weights:
+        return [y for weight in weights for y in (weight, None)]
+    return native_integers(x, maps)  # type: ignore[return-value]
 
 
 def direct(x: Tensor, module: Any) -> Callable[[Tensor], Tensor]:

@@ -19,14 +19,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
+from latte.layers.kept_scores import EPS
 from latte.layers.native import (
     ACTIVATIONS,
+    BEGUN,
     GATED,
     NORMS,
     direct,
     is_hooked,
     native_integers,
+    native_maps,
     native_weights,
 )
 from latte.layers.parts import InitializedModule
@@ -69,8 +73,8 @@ class _Watched(NamedTuple):
     """What the answers rest on. No two hooks have the same key."""
 
     kinds: list[type]
+    hooks_made: int
     hooks: list[int]
-    hooks_of_all: int
     patched: list[bool]
     children: list[nn.Module | None]
     parameters: list[int]
@@ -104,10 +108,14 @@ class StepPlan:
         modules = chain(others, *(parts.block.modules() for parts in layers))
         self._modules = [*dict.fromkeys(modules)]
         self._own = [module.__dict__ for module in self._modules]
+        # A module without children or parameters gets none that its class uses.
+        self._children = [own["_modules"] for own in self._own if own["_modules"]]
+        self._held = [own["_parameters"] for own in self._own if own["_parameters"]]
+        # New hooks are counted, so only those that may be removed are looked at.
         names = "_forward_hooks", "_forward_pre_hooks"
-        self._hooks = [own[name] for own in self._own for name in names]
-        self._children = [own["_modules"] for own in self._own]
-        self._held = [own["_parameters"] for own in self._own]
+        hooks = [own[name] for own in self._own for name in names]
+        hooks += _global_forward_hooks, _global_forward_pre_hooks
+        self._hooks = [x for x in hooks if x]
         # The plan keeps the parameters, so that no later one has the id of one of these.
         parameters = chain.from_iterable(map(dict.values, self._held))
         self._parameters = [x for x in parameters if x is not None]
@@ -119,15 +127,16 @@ class StepPlan:
     def holds(self) -> bool:
         """Whether the layers, and all modules in them, are as they were.
 
-        This is asked for every token, so all loops are those of built-in functions.
+        This is asked for every token, so all loops are those of built-in functions. Most of the
+        time is that of fetching from memory what the weights have driven out of the caches.
         """
         return self._found is not None and self._state() == self._found
 
     def _state(self) -> _Watched:
         return _Watched(
             [*map(type, self._modules)],
+            RemovableHandle.next_id,
             [*chain.from_iterable(self._hooks)],
-            len(_global_forward_hooks) + len(_global_forward_pre_hooks),
             [*map(contains, self._own, repeat("forward"))],
             [*chain.from_iterable(map(dict.values, self._children))],
             [*map(id, chain.from_iterable(map(dict.values, self._held)))],
@@ -220,6 +229,35 @@ class StepPlan:
             asked = self._keep((module, x.dtype), _norm_arguments(module, x))
         return decoding.rms_norm(x, *asked) if asked else module(x)
 
+    def latents(self, module: Any, z: Tensor) -> tuple[Tensor, ...]:
+        """The logits of a ``LatentLogits`` for z (B, E); empty if its maps are called."""
+        key = (module, z.dtype)
+        found = self._kept.get(key)
+        if found is None:
+            found = self._keep(key, module.native(z))
+        return decoding.latents(z, *found, module.num_heads) if found else ()
+
+    def begin_layer(self, parts: LayerParts, x: Tensor) -> tuple[Tensor, ...]:
+        """As :func:`latte.ops.decoding.layer_begin`, for x (B, E); empty if modules are called."""
+        mixer = parts.mixer
+        key = ("begin", mixer, mixer.__dict__.get("mixing"))
+        found = self._kept.get(key)
+        if found is None:
+            found = self._keep(key, _begin_arguments(parts, x))
+        return decoding.layer_begin(x, *found) if found else ()
+
+    def end_layer(self, parts: LayerParts, mixed: Tensor, x: Tensor) -> Tensor | None:
+        """As :func:`latte.ops.decoding.layer_end`, for x (B, E); None if modules are called."""
+        key = ("end", parts.mixer)
+        found = self._kept.get(key)
+        if found is None:
+            found = self._keep(key, _end_arguments(parts, x))
+        if not found or mixed.dtype != x.dtype:
+            return None
+        if not (mixed.is_contiguous() and x.is_contiguous()):
+            return None
+        return decoding.layer_end(mixed, x, *found)
+
     def feed_forward(self, mlp: Any, norm: Any, x: Tensor, adds: bool) -> Tensor:
         """``mlp(norm(x))`` for x (B, E), added to x if ``adds``."""
         asked = self._kept.get((mlp, norm))
@@ -262,17 +300,52 @@ def _norm_arguments(module: Any, x: Tensor) -> tuple[Any, ...]:
     return (weights[0], eps, NORMS[kind].offset) if weights and eps is not None else ()
 
 
+def _begin_arguments(parts: LayerParts, x: Tensor) -> tuple[Any, ...]:
+    """The arguments of the kernel that begins a layer; empty if its modules are called."""
+    mixer, latents_of = parts.mixer, BEGUN.get(type(parts.mixer))
+    latents = None if latents_of is None else latents_of(mixer)
+    norm = _norm_arguments(parts.mixer_norm, x)
+    if latents is None or not norm or latents._modules["input"].kind != "none":
+        return ()
+    own = mixer._modules
+    maps = native_maps(x, own["q_proj"], own["k_proj"], own["v_proj"])
+    weights, scores, scored = latents.native(x), latents._modules.get("kept_scores"), (None,) * 4
+    if scores is not None and weights:
+        scored = scores.native(weights[0])
+    if not (maps and weights and scored):
+        return ()
+    return *norm, *maps, mixer.num_heads, mixer.num_key_value_heads, *weights, *scored, EPS
+
+
+def _end_arguments(parts: LayerParts, x: Tensor) -> tuple[Any, ...]:
+    """The arguments of the kernel that ends a layer; empty if its modules are called."""
+    if parts.mlp is None or parts.post_mixer is not None or parts.post_mlp is not None:
+        return ()
+    kernel, modules, kinds = _gate(parts.mlp)
+    own, norm = parts.mlp._modules, _norm_arguments(parts.mlp_norm, x)
+    if kernel is None or any(map(is_hooked, modules)) or not norm:
+        return ()
+    output = native_maps(x, parts.mixer._modules["o_proj"])
+    maps = native_maps(x, *(own.get(name) for name in ("gate_proj", "up_proj", "down_proj")))
+    ready = output and maps
+    return (*output, *norm, *maps, kernel is decoding.geglu) if ready else ()
+
+
+def _gate(mlp: Any) -> tuple[Any, list[Any], list[type]]:
+    """The kernel in the place of a gated network, or None; the modules it stands for, and kinds."""
+    kernel, kind = GATED.get(type(mlp)), type(mlp)
+    if kind not in GATED or kernel is not None:
+        return kernel, [mlp], [kind]
+    act = mlp._modules.get("act_fn")  # it says which
+    return ACTIVATIONS.get(type(act)), [mlp, act], [kind, type(act)]
+
+
 def _gated_arguments(mlp: Any, norm: Any, x: Tensor) -> tuple[Any, ...]:
     """The kernel in the place of a gated network, and its weights; empty if it is called.
 
     That of quantised networks, with its other arguments, is in the place of the norm too.
     """
-    kernel, parts, kind = GATED.get(type(mlp)), mlp._modules, type(mlp)
-    modules, kinds = [mlp], [kind]
-    if kind in GATED and kernel is None:  # its activation says which
-        act = parts.get("act_fn")
-        kernel = ACTIVATIONS.get(type(act))
-        modules, kinds = [mlp, act], [kind, type(act)]
+    (kernel, modules, kinds), parts = _gate(mlp), mlp._modules
     if kernel is None:
         return ()
     maps = parts.get("gate_proj"), parts.get("up_proj")

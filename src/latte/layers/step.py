@@ -285,7 +285,14 @@ def run_layer(parts: LayerParts, x_BE: Tensor, state: StepState, rotary: Any = N
     plan, mixer = state.step_context.plan, parts.mixer
     if parts.table is not None:
         rotary = rotary[parts.table]
-    mixed = mixer._step(plan.norm(parts.mixer_norm, x_BE), state, rotary).view(len(x_BE), -1)
+    if begun := plan.begin_layer(parts, x_BE):
+        mixed = mixer._begun_step(begun, state, rotary)
+    else:
+        mixed = mixer._step(plan.norm(parts.mixer_norm, x_BE), state, rotary)
+    ended = plan.end_layer(parts, mixed, x_BE)
+    if ended is not None:
+        return ended
+    mixed = mixed.view(len(x_BE), -1)
     output = mixer._modules["o_proj"]  # ten times as fast as a module's attribute
     if parts.post_mixer is None:
         x_BE = plan.linear_add(mixed, output, x_BE)

@@ -135,6 +135,47 @@ def quantised_mlp(
     return torch.ops.latte.cpu_quantised_mlp(x, *norm, *integers, activation is geglu, adds)
 
 
+def latents(
+    x: Tensor, q: Tensor, k: Tensor, bias: Tensor | None, heads: int
+) -> tuple[Tensor, Tensor]:
+    """The latents' logits of x (B, E), in the dtype of the weights: (B, H, L or L+1), (B, H, L).
+
+    Args:
+        q, k: Weights (H (L or L+1), E) and (H L, E).
+        bias: Bias of column 0 of the first logits, (H,).
+    """
+    return torch.ops.latte.cpu_latents(x, q, k, bias, heads)
+
+
+def layer_begin(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """What a layer's mixing needs of a token: q, k and v of the norm of x (B, E), and the latents'.
+
+    Args:
+        arguments: The norm's weight, epsilon and offset; q, k and v, each a weight and None, or
+            integers and scales; numbers of heads H and of groups G; the latents' weights q and k
+            and bias, as for :func:`latents`, or None; weight and bias of both maps of the scores,
+            or None; the epsilon of the scores' norm.
+
+    Returns:
+        q (B, H, K), k (B, G, K), v (B, G, D), latent logits (B, H, L+1) and (B, H, L), and scores
+        (B, G) in 11 bits. What is not there has no elements.
+    """
+    return torch.ops.latte.cpu_layer_begin(x, *arguments)
+
+
+def layer_end(x: Tensor, residual: Tensor, *arguments: Any) -> Tensor:
+    """``y + down(act(gate(n)) up(n))``, of ``y = residual + output(x)``, ``n = rms_norm(y)``.
+
+    Args:
+        x: Contiguous, (B, ...).
+        residual: Contiguous, (B, E).
+        arguments: The output's weight and None, or integers and scales; the norm's weight, epsilon
+            and offset; gate, up and down, as the output; whether the activation is GELU (by tanh),
+            not SiLU.
+    """
+    return torch.ops.latte.cpu_layer_end(x, residual, *arguments)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """``(offset + w) x / sqrt(mean(x^2) + eps)``."""
     return torch.ops.latte.cpu_rms_norm(x, weight, eps, offset)

@@ -379,7 +379,41 @@ def quantised(draw: Draw) -> list[Tensor]:
         ]
 
 
+def layers(draw: Draw) -> list[Tensor]:
+    """The begin and the end of a decoder layer, dense and quantised."""
+    E, M, U, (H, G) = 32 * draw.one(1, 3), 32 * draw.one(1, 2), draw.one(1, 7), draw.heads()
+    rows, K, L = draw.one(0, 1, 3), 32, draw.one(1, 5)
+    four, exact = draw.often(), draw.one(F32, draw.dtype)
+
+    def matrix(outputs: int, inputs: int) -> list[Tensor | None]:
+        weight = draw.uniform(outputs, inputs) / 4
+        if not four:
+            return [weight.to(draw.dtype), None]
+        found = quantise(weight.float(), draw.one("int4", "int8"))
+        return [ordered(found.weight, PANEL), found.scales]
+
+    def plain(*shape: int) -> Tensor:
+        return draw.uniform(*shape).to(exact)
+
+    x, norm = draw.floats(rows, E), (draw.uniform(E).to(draw.dtype), 1e-6, 1.0)
+    maps = [y for heads in (H, G, G) for y in matrix(heads * K, E)]
+    window = draw.one(0, 1)
+    late = [plain(H * (L + window), E), plain(H * L, E), plain(H) if window else None]
+    scored = [plain(U, E), plain(U), plain(G, U), plain(G)] if draw.often() else [None] * 4
+    if draw.often(0.2):
+        late, scored = [None] * 3, [None] * 4
+    mixed, residual = (draw.uniform(rows, *size).to(draw.dtype) for size in ((H, K), (E,)))
+    inner = [y for size in ((M, E), (M, E), (E, M)) for y in matrix(*size)]
+    with torch.no_grad():
+        *begun, _ = decoding.layer_begin(x, *norm, *maps, H, G, *late, *scored, 1e-6)
+        if late[0] is not None:  # the scores are coarse, so the last bits may make a step of them
+            begun += decoding.latents(x, *late, H)
+        ended = decoding.layer_end(mixed, residual, *matrix(E, H * K), *norm, *inner, draw.often())
+        return [*begun, ended]
+
+
 KINDS: dict[str, Callable[[Draw], list[Tensor]]] = {
+    "layers": layers,
     "quantised": quantised,
     "latte": lambda draw: attention(draw, "latte"),
     "macchiato": lambda draw: attention(draw, "macchiato"),

@@ -31,6 +31,9 @@ OPS = sorted(
 FREE = re.compile(
     r"cpu_(linear\d?|swiglu|geglu|rms_norm|norm_rows) x (one dimension|dimension [01])"
     r"|cpu_linear\d? [abc] dimension 0"
+    r"|cpu_(latents|layer_begin) (x (float|double|dimension 0)|latent_[qk] dimension 0)"
+    r"|cpu_layer_begin down(_bias)? dimension 0"
+    r"|cpu_layer_\w+ \w+_scales (float|double)"
     r"|cpu_quantised\w* (x (float|double|one dimension|dimension [01]))"
     r"|cpu_quantised\w* \w*scales\d? (float|double|dimension 1)"  # 17 to 32 outputs fill 32 rows
     r"|cpu_rotate x (float|dimension [02])"
@@ -254,9 +257,9 @@ def test_other_instructions_give_the_same(instructions, with_instructions):
         expected = calls.call(kind, seed)
         # Some gradients are differences of larger ones: errors are those of the call's dtype.
         finite = [x[x.isfinite()].to(F64) for x in expected]
-        top = max(1.0, *(x.abs().max().item() for x in finite if x.numel()))
+        top = max([1.0, *(x.abs().max().item() for x in finite if x.numel())])
         dtype = calls.Draw(seed).dtype
-        if kind == "quantised" and dtype == F64:
+        if kind in ("quantised", "layers") and dtype == F64:
             dtype = torch.float32  # of its sums
         worst = top * WORST[dtype]
         for a, b in zip(found, expected, strict=True):

@@ -69,6 +69,65 @@ def test_a_quantised_network_is_its_norm_maps_and_activation(act, kind, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("kind", [None, "int4", "int8"])
+def test_begin_and_end_of_a_layer_are_their_parts(kind, dtype):
+    """To the last bit, also for latents whose weights are more exact than x."""
+    E, M, U, H, G, K, L = 64, 96, 16, 4, 2, 32, 3
+    exact = torch.promote_types(dtype, torch.float32)
+
+    def matrix(outputs, inputs, seed):
+        weight = randn(outputs, inputs, seed=seed) / 8
+        if kind is None:
+            return [weight.to(dtype), None]
+        found = quantise(weight.float(), kind)
+        return [ordered(found.weight, PANEL), found.scales]
+
+    def mapped(x, *maps):
+        if kind is None:
+            return decoding.linear_maps(x, *maps[::2])
+        return decoding.quantised_maps(x, *maps)
+
+    x, norm = randn(3, E).to(dtype), (randn(E, seed=1).to(dtype), 1e-6, 1.0)
+    maps = [y for n, heads in enumerate((H, G, G)) for y in matrix(heads * K, E, n)]
+    late = [randn(H * n, E, seed=n).to(exact) for n in (L + 1, L)]
+    bias = randn(H, seed=4).to(exact)
+    shapes = (U, E), (U,), (G, U), (G,)
+    scored = [randn(*shape, seed=5 + n).to(exact) for n, shape in enumerate(shapes)]
+    q, k, v, latent_q, latent_k, score = decoding.layer_begin(
+        x, *norm, *maps, H, G, *late, bias, *scored, 1e-6
+    )
+    n = decoding.rms_norm(x, *norm)
+    parts = [y.view(3, heads, K) for y, heads in zip(mapped(n, *maps), (H, G, G), strict=True)]
+    own_q, own_k = (y.view(3, H, -1) for y in decoding.linear_maps(n.to(exact), *late))
+    own_q[..., 0] += bias
+    for found, expected in zip((q, k, v, latent_q, latent_k), (*parts, own_q, own_k), strict=True):
+        assert torch.equal(found, expected)
+    for found, expected in zip(decoding.latents(n, *late, bias, H), (own_q, own_k), strict=True):
+        assert torch.equal(found, expected)
+    up, up_bias, down, down_bias = (y.to(F64) for y in scored)
+    wide = F.rms_norm(n.to(F64), (E,), eps=1e-6)
+    wide = F.linear(F.gelu(F.linear(wide, up, up_bias)), down, down_bias)
+    assert torch.equal(score, score.half().to(exact)) and relative_error(score, wide) <= 1e-3
+
+    heads, (output, *inner) = (
+        randn(3, H, K, seed=9).to(dtype),
+        (matrix(*size, seed) for seed, size in enumerate(((E, H * K), (M, E), (M, E), (E, M)))),
+    )
+    flat = heads.view(3, -1)
+    for act in (decoding.swiglu, decoding.geglu):
+        given = [y for each in inner for y in each]
+        found = decoding.layer_end(heads, x, *output, *norm, *given, act is decoding.geglu)
+        if kind is None:
+            y = decoding.linear_add(flat, output[0], x)
+            both = act(decoding.rms_norm(y, *norm), inner[0][0], inner[1][0])
+            expected = decoding.linear_add(both, inner[2][0], y)
+        else:
+            y = decoding.quantised_add(flat, output, x)
+            expected = decoding.quantised_mlp(y, norm, given, act, True)
+        assert torch.equal(found, expected)
+
+
+@DTYPES
 def test_strides_rows_and_threads_change_nothing(dtype):
     x, weight = randn(9, 100).to(dtype), randn(2000, 100, seed=1).to(dtype)
     before, results = torch.get_num_threads(), []

@@ -15,33 +15,11 @@
 
 #include <memory>
 
-#include "expect.h"
-#include "torch_abi.h"
+#include "maps.h"
 
 namespace latte {
 
 constexpr int64_t WEIGHTS = 16384;  // the fewest for which another thread saves time
-
-inline int64_t width_of(const Tensor& x) { return x.sizes[x.dims - 1]; }
-inline int64_t rows_of(const Tensor& x) {
-    int64_t rows = 1;
-    for (int64_t d = 0; d < x.dims - 1; ++d) rows *= x.sizes[d];
-    return rows;
-}
-
-enum class Gate { none, silu, gelu };  // gelu: its approximation by tanh
-
-struct Maps {
-    Tensor x, weights[3], outs[3];  // (..., E), (M, E) and (..., M) each
-    Tensor residual;                // (..., M) contiguous, which one map is added to
-    int64_t count = 0;
-    Gate gate = Gate::none;  // if any, one output: that of the first map times the second
-};
-
-struct Norm {
-    Tensor x, weight, out;           // (..., E), (E,), (..., E)
-    double eps = 0.0, offset = 0.0;  // added to the weight
-};
 
 struct Recurrence {
     Tensor x, weights[2], biases[2], theta;  // (R,E), (N,P,P), (E,), (E,): recurrence, input gate
@@ -56,20 +34,47 @@ struct Recurrence {
 
 namespace latte {
 
-static void check_rows(const Expect& expect, const Tensor& x) {
-    expect(x, "x", FLOATS, x);
-    expect.that(x.dims > 0, "x must have at least one dimension");
-}
-
 // The rows and the weights of maps, then their outputs.
-static void check_maps(const Expect& expect, Maps& op, std::initializer_list<const char*> names) {
+void check_maps(const Expect& expect, Maps& op, std::initializer_list<const char*> names) {
     check_rows(expect, op.x);
     for (int64_t m = 0; m < op.count; ++m)
         expect(op.weights[m], names.begin()[m], op.x.dtype,
                {op.gate != Gate::none && m ? op.weights[0].sizes[0] : ANY, width_of(op.x)});
     for (int64_t m = 0; m < (op.gate == Gate::none ? op.count : 1); ++m)
-        op.outs[m] = Tensor::like(op.x, op.weights[m].sizes[0]);
+        if (!op.outs[m]) op.outs[m] = Tensor::like(op.x, op.weights[m].sizes[0]);
     expect(op.residual, "residual", op.x.dtype, op.outs[0], Layout::contiguous);
+}
+
+void check_norm(const Expect& expect, Norm& op, const char* name) {
+    check_rows(expect, op.x);
+    expect(op.weight, name, op.x.dtype, {width_of(op.x)});
+    op.out = Tensor::like(op.x, width_of(op.x));
+}
+
+void check_latents(const Expect& expect, Latents& op) {
+    expect(op.x, "x", FLOATS, {ANY, ANY});
+    const int64_t R = op.x.sizes[0], E = op.x.sizes[1], H = op.heads;
+    expect(op.weights[0], "latent_q", FLOATS, {ANY, E});
+    const int32_t dtype = op.weights[0].dtype;
+    expect(op.weights[1], "latent_k", dtype, {ANY, E});
+    for (int64_t m : {0, 1}) {
+        const int64_t outputs = op.weights[m].sizes[0];
+        expect.that(H > 0 && outputs % H == 0, "heads must divide the logits");
+        op.outs[m] = Tensor::empty({R, H, outputs / H}, dtype);
+    }
+    expect(op.bias, "latent_bias", dtype, {H});
+    expect.that(!op.bias || op.outs[0].sizes[2] > 0, "latent_bias needs a logit in each head");
+    expect.together({&op.up, &op.up_bias, &op.down, &op.down_bias},
+                    "up, up_bias, down and down_bias");
+    if (op.up) {
+        expect(op.up, "up", dtype, {ANY, E});
+        const int64_t U = op.up.sizes[0];
+        expect(op.up_bias, "up_bias", dtype, {U}, Layout::contiguous);
+        expect(op.down, "down", dtype, {ANY, U}, Layout::contiguous);
+        expect(op.down_bias, "down_bias", dtype, {op.down.sizes[0]}, Layout::contiguous);
+        op.hidden = Tensor::empty({R, U}, dtype);
+    }
+    op.score = Tensor::empty({R, op.down.size(0)}, dtype);
 }
 
 static Maps maps(StableIValue* arguments, int64_t count) {
@@ -88,7 +93,7 @@ static void linear(StableIValue* arguments, uint64_t, uint64_t) {
                       : count == 2 ? "cpu_linear2"
                                    : "cpu_linear3"),
                op, {"a", "b", "c"});
-    LATTE_CHOOSE(run_maps)(op);
+    run(op);
     Stack results(arguments);
     if constexpr (count == 1) results.give(op.outs[0]);
     if constexpr (count == 2) results.give(op.outs[0], op.outs[1]);
@@ -102,7 +107,7 @@ static void linear_add(StableIValue* arguments, uint64_t, uint64_t) {
     op.x = stack.tensor(), op.weights[0] = stack.tensor(), op.residual = stack.tensor();
     op.count = 1;
     check_maps(Expect("cpu_linear_add"), op, {"weight"});
-    LATTE_CHOOSE(run_maps)(op);
+    run(op);
     stack.give(op.outs[0]);
 }
 
@@ -112,7 +117,7 @@ static void gated(StableIValue* arguments, uint64_t, uint64_t) {
     Maps op = maps(arguments, 2);
     op.gate = gate;
     check_maps(Expect(gate == Gate::silu ? "cpu_swiglu" : "cpu_geglu"), op, {"gate", "up"});
-    LATTE_CHOOSE(run_maps)(op);
+    run(op);
     Stack(arguments).give(op.outs[0]);
 }
 
@@ -122,12 +127,20 @@ static void rms_norm(StableIValue* arguments, uint64_t, uint64_t) {
     Norm op;
     op.x = stack.tensor(), op.weight = stack.tensor(), op.eps = stack.number();
     op.offset = stack.number();
-    const Expect expect("cpu_rms_norm");
-    check_rows(expect, op.x);
-    expect(op.weight, "weight", op.x.dtype, {width_of(op.x)});
-    op.out = Tensor::like(op.x, width_of(op.x));
-    LATTE_CHOOSE(run_norm)(op);
+    check_norm(Expect("cpu_rms_norm"), op, "weight");
+    run(op);
     stack.give(op.out);
+}
+
+// (x, latent_q, latent_k, latent_bias?, heads) -> q, k
+static void latents(StableIValue* arguments, uint64_t, uint64_t) {
+    Stack stack(arguments);
+    Latents op;
+    op.x = stack.tensor(), op.weights[0] = stack.tensor(), op.weights[1] = stack.tensor();
+    op.bias = stack.maybe_tensor(), op.heads = stack.integer();
+    check_latents(Expect("cpu_latents"), op);
+    run(op);
+    stack.give(op.outs[0], op.outs[1]);
 }
 
 // (x, recurrence gate's weight and bias, input gate's, theta, norm, eps, state!, real?) -> z: rows
@@ -158,6 +171,10 @@ static void rg_lru(StableIValue* arguments, uint64_t, uint64_t) {
     stack.give(op.out);
 }
 
+void run(Maps& op) { LATTE_CHOOSE(run_maps)(op); }
+void run(Norm& op) { LATTE_CHOOSE(run_norm)(op); }
+void run(Latents& op) { LATTE_CHOOSE(run_latents)(op); }
+
 static Register registered_linear("cpu_linear", linear<1>);
 static Register registered_linear2("cpu_linear2", linear<2>);
 static Register registered_linear3("cpu_linear3", linear<3>);
@@ -165,6 +182,7 @@ static Register registered_linear_add("cpu_linear_add", linear_add);
 static Register registered_swiglu("cpu_swiglu", gated<Gate::silu>);
 static Register registered_geglu("cpu_geglu", gated<Gate::gelu>);
 static Register registered_norm("cpu_rms_norm", rms_norm);
+static Register registered_latents("cpu_latents", latents);
 static Register registered_rg_lru("cpu_rg_lru_step", rg_lru);
 
 }  // namespace latte
@@ -173,15 +191,6 @@ static Register registered_rg_lru("cpu_rg_lru_step", rg_lru);
 
 #include "gates.h"
 #include "rows.h"
-
-// Row `row` of x.
-template <class S>
-static const S* row_of(const Tensor& x, int64_t row) {
-    const S* from = x.at<S>();
-    for (int64_t d = x.dims - 2; d >= 0; row /= x.sizes[d--])
-        from += row % x.sizes[d] * x.strides[d];
-    return from;
-}
 
 // The rows of x, widened and padded with zeros to whole vectors.
 template <class S>
@@ -253,13 +262,6 @@ LATTE_INLINE void dots(const S* weights, int64_t stride, const T* x, int64_t apa
     for (int r = 0; r < count; ++r) to[r] = sum(sums[r][0] + sums[r][1]);
 }
 
-template <class T>
-static V<T> bent(Gate gate, V<T> x) {
-    if (gate == Gate::silu) return x * silu_factor(x);
-    const V<T> inner = T(0.7978845608028654) * (x + T(0.044715) * x * x * x);  // sqrt(2 / pi)
-    return T(0.5) * x * (tanh(inner) + T(1));
-}
-
 // Output o of a map for `count` rows of x from row r on, with the residual added if there is one.
 template <int count, bool fetch, class S, class To>
 static void apply_row(const Tensor& weight, const Rows<S>& x, int64_t o, int64_t r,
@@ -317,7 +319,9 @@ static void apply_gated(Maps& op, const Rows<S>& x) {
         for (int64_t r = 0; r < x.count; ++r)
             for (int64_t c = begin; c < end; c += width<T>) {
                 const int64_t at = r * M + c, left = end - c;
-                const V<T> y = bent(op.gate, load(gate + at, 1, left)) * load(up + at, 1, left);
+                const V<T> g = load(gate + at, 1, left);
+                const V<T> bent = op.gate == Gate::silu ? g * silu_factor(g) : gelu(g);
+                const V<T> y = bent * load(up + at, 1, left);
                 store(op.outs[0].at<S>() + at, y, left);
             }
     });
@@ -385,6 +389,76 @@ static void run_maps(Maps& op) {
         const Rows<S> x(op.x, [](auto... from) { return read_shuffled<S>(from...); });
         op.gate == Gate::none ? apply_maps(op, x) : apply_gated(op, x);
     });
+}
+
+// The Gaussian error linear unit, exactly.
+template <class T> LATTE_INLINE T exact_gelu(T x) {
+    return T(0.5) * x * (T(1) + std::erf(x * T(0.70710678118654752)));
+}
+
+// The scores of rows whose products with `up` are known.
+template <class S>
+static void apply_scores(const Latents& op, const Rows<S>& x) {
+    using T = typename Computed<S>::type;
+    const int64_t U = op.up.sizes[0], G = op.down.sizes[0];
+    std::vector<T> hidden(size_t(U), T(0));
+    for (int64_t r = 0; r < x.count; ++r) {
+        V<T> squares{};
+        for (int64_t c = 0; c < x.step; c += width<T>) {
+            const V<T> at = load_all(x[r] + c);
+            squares = squares + at * at;
+        }
+        const T scale = T(1) / std::sqrt(sum(squares) / T(x.size) + T(op.eps));
+        const S* found = op.hidden.at<S>() + r * U;
+        for (int64_t u = 0; u < U; ++u)
+            hidden[size_t(u)] = exact_gelu(T(widen(found[u])) * scale + T(widen(op.up_bias.at<S>()[u])));
+        for (int64_t g = 0; g < G; ++g) {
+            T y = T(widen(op.down_bias.at<S>()[g]));
+            const S* down = op.down.at<S>() + g * U;
+            for (int64_t u = 0; u < U; ++u) y += T(widen(down[u])) * hidden[size_t(u)];
+            fp16 coarse;
+            narrow(float(y), coarse), narrow(T(widen(coarse)), op.score.at<S>()[r * G + g]);
+        }
+    }
+}
+
+template <class S>
+static void apply_latents(Latents& op) {
+    using T = typename Computed<S>::type;
+    const int64_t R = op.x.sizes[0], E = op.x.sizes[1];
+    std::vector<T> wide(size_t(E), T(0));
+    std::vector<S> rows(size_t(R * E), S{});
+    for (int64_t r = 0; r < R; ++r) {
+        gather(op.x, r * op.x.strides[0], op.x.strides[1], E, wide.data());
+        for (int64_t c = 0; c < E; ++c) narrow(wide[size_t(c)], rows[size_t(r * E + c)]);
+    }
+    const int64_t sizes[] = {R, E}, strides[] = {E, 1};
+    Tensor cast;
+    cast.data = reinterpret_cast<char*>(rows.data()), cast.dims = 2;
+    cast.sizes = sizes, cast.strides = strides;
+    const Rows<S> x(cast, [](auto... from) { return read_shuffled<S>(from...); });
+    Maps maps;
+    maps.count = op.up ? 3 : 2;
+    for (int m : {0, 1})
+        maps.weights[m] = std::move(op.weights[m]), maps.outs[m] = std::move(op.outs[m]);
+    if (op.up) maps.weights[2] = std::move(op.up), maps.outs[2] = std::move(op.hidden);
+    apply_maps(maps, x);
+    for (int m : {0, 1}) op.outs[m] = std::move(maps.outs[m]);
+    if (op.bias) {
+        const int64_t H = op.heads, L = op.outs[0].sizes[2];
+        for (int64_t r = 0; r < R; ++r)
+            for (int64_t h = 0; h < H; ++h) {
+                S& q = op.outs[0].at<S>()[(r * H + h) * L];
+                narrow(T(widen(q)) + T(widen(op.bias.at<S>()[h * op.bias.strides[0]])), q);
+            }
+    }
+    if (!maps.weights[2]) return;
+    op.up = std::move(maps.weights[2]), op.hidden = std::move(maps.outs[2]);
+    apply_scores(op, x);
+}
+
+static void run_latents(Latents& op) {
+    by_dtype(op.weights[0].type(), [&](auto s) { apply_latents<decltype(s)>(op); });
 }
 
 static void run_norm(Norm& op) {

@@ -21,34 +21,12 @@
 
 #include <memory>
 
-#include "expect.h"
-#include "torch_abi.h"
+#include "maps.h"
 
 namespace latte {
 
 constexpr int64_t PANEL = 16, GROUP = 32;
 constexpr int64_t INTEGERS = 65536;  // of a matrix: the fewest for which another thread saves time
-
-struct Integers {
-    Tensor weight, scales;  // uint8 (16 P, K / 2) and (G, N, 2), or int8 (16 P, K) and (G, N)
-    bool four() const { return scales.dims == 3; }
-    int64_t outputs() const { return scales.sizes[1]; }
-    int64_t panels() const { return (outputs() + PANEL - 1) / PANEL; }
-    int64_t inputs() const { return weight.sizes[1] * (four() ? 2 : 1); }
-};
-
-enum class Bend { none, silu, gelu };  // gelu: its approximation by tanh
-
-struct Products {
-    Tensor x, outs[3], residual;  // (..., K), (..., N) each, (..., N) contiguous
-    Integers maps[3];
-    int64_t count = 0;
-    // Of a feed-forward network: the maps are gate, up and down.
-    Tensor norm;  // (K,)
-    double eps = 0.0, offset = 0.0;
-    Bend bend = Bend::none;
-    bool adds = false;  // x to the output
-};
 
 }  // namespace latte
 
@@ -57,11 +35,6 @@ struct Products {
 #include "each_isa.h"
 
 namespace latte {
-
-static void check_x(const Expect& expect, const Tensor& x) {
-    expect(x, "x", FLOATS, x);
-    expect.that(x.dims > 0, "x must have at least one dimension");
-}
 
 static void check_integers(const Expect& expect, const Integers& map, int64_t inputs) {
     expect.that(map.scales.dims == 3 || map.scales.dims == 2,
@@ -74,6 +47,27 @@ static void check_integers(const Expect& expect, const Integers& map, int64_t in
     expect(map.weight, "weight", dtype, {PANEL * map.panels(), four ? inputs / 2 : inputs},
            Layout::contiguous);
     expect.that(inputs % GROUP == 0, "weight must have a multiple of 32 inputs");
+}
+
+void check_products(const Expect& expect, Products& op) {
+    check_rows(expect, op.x);
+    for (int64_t m = 0; m < op.count; ++m) {
+        check_integers(expect, op.maps[m], width_of(op.x));
+        if (!op.outs[m]) op.outs[m] = Tensor::like(op.x, op.maps[m].outputs());
+    }
+    expect(op.residual, "residual", op.x.dtype, op.outs[0], Layout::contiguous);
+}
+
+void check_network(const Expect& expect, Products& op) {
+    check_rows(expect, op.x);
+    const int64_t K = width_of(op.x);
+    expect(op.norm, "norm", op.x.dtype, {K}, Layout::contiguous);
+    for (int64_t m : {0, 1}) check_integers(expect, op.maps[m], K);
+    const int64_t M = op.maps[0].outputs();
+    expect.that(op.maps[1].outputs() == M, "gate and up must have as many outputs");
+    check_integers(expect, op.maps[2], M);
+    op.outs[0] = Tensor::like(op.x, op.maps[2].outputs());
+    expect.that(!op.adds || op.maps[2].outputs() == K, "down must have as many outputs as x");
 }
 
 static Integers integers(Stack& stack) {
@@ -89,15 +83,11 @@ static void quantised(StableIValue* arguments, uint64_t, uint64_t) {
     Products op;
     op.x = stack.tensor(), op.count = count;
     for (int64_t m = 0; m < count; ++m) op.maps[m] = integers(stack);
-    const Expect expect(count == 1   ? "cpu_quantised"
-                        : count == 2 ? "cpu_quantised2"
-                                     : "cpu_quantised3");
-    check_x(expect, op.x);
-    for (int64_t m = 0; m < count; ++m) {
-        check_integers(expect, op.maps[m], op.x.sizes[op.x.dims - 1]);
-        op.outs[m] = Tensor::like(op.x, op.maps[m].outputs());
-    }
-    LATTE_CHOOSE(run_products)(op);
+    check_products(Expect(count == 1   ? "cpu_quantised"
+                          : count == 2 ? "cpu_quantised2"
+                                       : "cpu_quantised3"),
+                   op);
+    run(op);
     if constexpr (count == 1) stack.give(op.outs[0]);
     if constexpr (count == 2) stack.give(op.outs[0], op.outs[1]);
     if constexpr (count == 3) stack.give(op.outs[0], op.outs[1], op.outs[2]);
@@ -108,11 +98,8 @@ static void quantised_add(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Products op;
     op.x = stack.tensor(), op.count = 1, op.maps[0] = integers(stack), op.residual = stack.tensor();
-    const Expect expect("cpu_quantised_add");
-    check_x(expect, op.x), check_integers(expect, op.maps[0], op.x.sizes[op.x.dims - 1]);
-    op.outs[0] = Tensor::like(op.x, op.maps[0].outputs());
-    expect(op.residual, "residual", op.x.dtype, op.outs[0], Layout::contiguous);
-    LATTE_CHOOSE(run_products)(op);
+    check_products(Expect("cpu_quantised_add"), op);
+    run(op);
     stack.give(op.outs[0]);
 }
 
@@ -123,20 +110,14 @@ static void quantised_mlp(StableIValue* arguments, uint64_t, uint64_t) {
     op.x = stack.tensor(), op.norm = stack.tensor(), op.eps = stack.number();
     op.offset = stack.number(), op.count = 3;
     for (int64_t m = 0; m < 3; ++m) op.maps[m] = integers(stack);
-    op.bend = stack.flag() ? Bend::gelu : Bend::silu, op.adds = stack.flag();
-    const Expect expect("cpu_quantised_mlp");
-    check_x(expect, op.x);
-    const int64_t K = op.x.sizes[op.x.dims - 1];
-    expect(op.norm, "norm", op.x.dtype, {K}, Layout::contiguous);
-    for (int64_t m : {0, 1}) check_integers(expect, op.maps[m], K);
-    const int64_t M = op.maps[0].outputs();
-    expect.that(op.maps[1].outputs() == M, "gate and up must have as many outputs");
-    check_integers(expect, op.maps[2], M);
-    op.outs[0] = Tensor::like(op.x, op.maps[2].outputs());
-    expect.that(!op.adds || op.maps[2].outputs() == K, "down must have as many outputs as x");
-    LATTE_CHOOSE(run_network)(op);
+    op.gate = stack.flag() ? Gate::gelu : Gate::silu, op.adds = stack.flag();
+    check_network(Expect("cpu_quantised_mlp"), op);
+    run_network(op);
     stack.give(op.outs[0]);
 }
+
+void run(Products& op) { LATTE_CHOOSE(run_products)(op); }
+void run_network(Products& op) { LATTE_CHOOSE(run_mlp)(op); }
 
 static Register registered_quantised("cpu_quantised", quantised<1>);
 static Register registered_quantised2("cpu_quantised2", quantised<2>);
@@ -195,19 +176,6 @@ struct Rounded {
         sums[size_t(row * groups + group)] = float(total);  // exactly
     }
 };
-
-template <class S>
-static const S* row_of(const Tensor& x, int64_t row) {
-    const S* from = x.at<S>();
-    for (int64_t d = x.dims - 2; d >= 0; row /= x.sizes[d--])
-        from += row % x.sizes[d] * x.strides[d];
-    return from;
-}
-static int64_t count_rows(const Tensor& x) {
-    int64_t rows = 1;
-    for (int64_t d = 0; d < x.dims - 1; ++d) rows *= x.sizes[d];
-    return rows;
-}
 
 template <class S>
 static void round_rows(const Tensor& x, Rounded& to) {
@@ -545,7 +513,7 @@ static void narrow_lanes(const Lanes& found, int64_t count, const S* residual, S
 static void run_products(Products& op) {
     by_dtype(op.x.type(), [&](auto s) {
         using S = decltype(s);
-        Rounded x(count_rows(op.x), op.maps[0].inputs());
+        Rounded x(rows_of(op.x), op.maps[0].inputs());
         round_rows<S>(op.x, x);
         each_panel(op.maps, op.count, [&](int64_t m, int64_t begin, int64_t end) {
             const int64_t N = op.maps[m].outputs();
@@ -559,17 +527,11 @@ static void run_products(Products& op) {
     });
 }
 
-LATTE_INLINE V<float> bent(Bend bend, V<float> x) {
-    if (bend == Bend::silu) return x * silu_factor(x);
-    const V<float> inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);  // sqrt(2 / pi)
-    return 0.5f * x * (tanh(inner) + 1.0f);
-}
-
-static void run_network(Products& op) {
+static void run_mlp(Products& op) {
     by_dtype(op.x.type(), [&](auto s) {
         using S = decltype(s);
         using T = typename Computed<S>::type;
-        const int64_t R = count_rows(op.x), K = op.maps[0].inputs(), M = op.maps[0].outputs();
+        const int64_t R = rows_of(op.x), K = op.maps[0].inputs(), M = op.maps[0].outputs();
         const int64_t N = op.maps[2].outputs(), stride = op.x.strides[op.x.dims - 1];
         Rounded x(R, K), inner(R, M);
         std::vector<T> from(size_t(K), T(0));
@@ -595,8 +557,11 @@ static void run_network(Products& op) {
             for (int64_t g = 0; g < inner.groups; ++g) {
                 const float *gate = both.get() + r * M + g * GROUP, *up = gate + R * M;
                 float group[GROUP];
-                for (int64_t c = 0; c < GROUP; c += width<float>)
-                    store_all(group + c, bent(op.bend, load_all(gate + c)) * load_all(up + c));
+                for (int64_t c = 0; c < GROUP; c += width<float>) {
+                    const V<float> y = load_all(gate + c);
+                    const V<float> bent = op.gate == Gate::silu ? y * silu_factor(y) : gelu(y);
+                    store_all(group + c, bent * load_all(up + c));
+                }
                 inner.put(r, g, group);
             }
         each_panel(op.maps + 2, 1, [&](int64_t, int64_t begin, int64_t end) {

@@ -1,6 +1,15 @@
 // Operations on a row of numbers, for one instruction set: included by what LATTE_FILE names, once
 // per namespace. Softmax, RMSNorm, weighted sums of rows and products with them.
 
+// Row `row` of x.
+template <class S>
+static const S* row_of(const Tensor& x, int64_t row) {
+    const S* from = x.at<S>();
+    for (int64_t d = x.dims - 2; d >= 0; row /= x.sizes[d--])
+        from += row % x.sizes[d] * x.strides[d];
+    return from;
+}
+
 // As many numbers as whole vectors hold.
 template <class T> LATTE_INLINE int64_t whole(int64_t n) {
     return (n + width<T> - 1) / width<T> * width<T>;

@@ -71,6 +71,18 @@ def _ops() -> dict[str, Callable[..., Any]]:
         """quantised_mlp(Tensor x, Tensor norm, float eps, float offset, Tensor gate,
             Tensor gate_scales, Tensor up, Tensor up_scales, Tensor down, Tensor down_scales,
             bool tanh, bool adds) -> Tensor""": lambda x, *given: _by_scales(x, *given[7:9]),
+        """latents(Tensor x, Tensor latent_q, Tensor latent_k, Tensor? latent_bias, int heads)
+            -> (Tensor, Tensor)""": lambda x, q, k, _, heads: _latents(x, q, k, heads),
+        """layer_begin(Tensor x, Tensor norm, float eps, float offset, Tensor q, Tensor? q_scales,
+            Tensor k, Tensor? k_scales, Tensor v, Tensor? v_scales, int heads, int groups,
+            Tensor? latent_q, Tensor? latent_k, Tensor? latent_bias, Tensor? up, Tensor? up_bias,
+            Tensor? down, Tensor? down_bias, float score_eps)
+            -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)""": _begun,
+        """layer_end(Tensor x, Tensor residual, Tensor output, Tensor? output_scales, Tensor norm,
+            float eps, float offset, Tensor gate, Tensor? gate_scales, Tensor up,
+            Tensor? up_scales, Tensor down, Tensor? down_scales, bool tanh) -> Tensor""": (
+            lambda x, residual, *_: residual.new_empty(residual.shape)
+        ),
         "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor": _like_first,
         "glu(Tensor gate, Tensor up) -> Tensor": _like_first,
         "glu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)": (
@@ -88,6 +100,25 @@ def _ops() -> dict[str, Callable[..., Any]]:
 def _heads(q: Tensor, v: Tensor) -> Tensor:
     """Empty outputs (B, H, D) of one token."""
     return v.new_empty(*q.shape[:2], v.shape[2])
+
+
+def _latents(x: Tensor, q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """Empty logits of a token's latents, (B, H, ...)."""
+    return tuple(w.new_empty(len(x), heads, len(w) // heads) for w in (q, k))
+
+
+def _begun(x: Tensor, _: Tensor, __: float, ___: float, *given: Any) -> tuple[Tensor, ...]:
+    """Empty q, k and v (B, heads, ...), latent logits, and scores (B, G)."""
+    maps, (heads, groups), (q, k, *_rest) = given[:6], given[6:8], given[8:]
+    made = []
+    for weight, scales, count in zip(maps[::2], maps[1::2], (heads, groups, groups), strict=True):
+        outputs = len(weight) if scales is None else scales.shape[1]
+        made.append(x.new_empty(len(x), count, outputs // count))
+    if q is None:
+        return *made, *(x.new_empty(len(x), 0) for _ in range(3))
+    down = given[13]
+    score = q.new_empty(len(x), 0 if down is None else len(down))
+    return *made, *_latents(x, q, k, heads), score
 
 
 def _like_first(x: Tensor, *_: Any) -> Tensor:

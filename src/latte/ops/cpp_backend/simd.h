@@ -403,6 +403,11 @@ template <class T> LATTE_INLINE V<T> tanh(V<T> x) {
     V<T> found = twice.lost / (twice.kept + T(1));
     return select(negative, -found, found);
 }
+// The Gaussian error linear unit by its approximation with tanh.
+template <class T> LATTE_INLINE V<T> gelu(V<T> x) {
+    const V<T> inner = T(0.7978845608028654) * (x + T(0.044715) * x * x * x);  // sqrt(2 / pi)
+    return T(0.5) * x * (tanh(inner) + T(1));
+}
 // log(1 + e), 0 <= e <= 1, within a few ulp however small e is.
 LATTE_INLINE V<double> log_one_plus(V<double> e) { return each<std::log1p>(e); }
 LATTE_INLINE V<float> log_one_plus(V<float> e) {
