@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import math
 import statistics
 import sys
@@ -54,7 +55,6 @@ from experiments.sides import Side
 from latte.lab import machine
 from latte.lab.data.files import read_documents
 from latte.lab.evaluate.tables import table as markdown
-from latte.lab.train.conversion_trainer import mixing
 
 PARTS = ("tokens", "memory", "quality", "clients")
 WEIGHTS = ("file", "int4", "int8", "bfloat16")
@@ -112,6 +112,7 @@ def tokens(args: Any, table: Table) -> None:
 def resident(name: str, file: str, work: Path, context: int) -> tuple[int, int]:
     """Bytes of this process once it has read a context and generates, and before the model."""
     use_all_threads()
+    importlib.import_module("latte.conversion.modeling")  # and what it needs of Transformers
     before = machine.memory_bytes(torch.device("cpu"))
     model = side_of(name, file, work, context).load(None)[0]
     with torch.inference_mode():
@@ -140,6 +141,8 @@ def memory(args: Any, table: Table) -> None:
 
 def logits(model: Any, pieces: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The logits (T, V) of pieces of text (1, T), each read alone, by the base's own attention."""
+    from latte.lab.train.conversion_trainer import mixing  # here: 250 MB that no token needs
+
     for piece in pieces:
         with torch.inference_mode(), mixing(model, "base"):
             found = model(piece, use_cache=False).logits[0]

@@ -76,7 +76,13 @@ OLD_NAMES = """
         kinds,
     )
 """.replace("OLD.", "latte.")
-LAYERS = "import sys, latte.layers; print('transformers' in sys.modules)"
+# PyTorch's compiler takes 170 MB. It is not imported here, only by Transformers.
+LAYERS = """
+    import sys
+    sys.modules["torch._dynamo"] = None  # importing it is an error
+    import latte.layers, latte.ops.api, latte.ops.widened, latte.ops.triton_backend.launch
+    print("transformers" in sys.modules)
+"""
 ORDERS = {
     "latte first": "import latte\nfrom transformers import AutoConfig, AutoModelForCausalLM",
     "transformers first": "from transformers import AutoConfig, AutoModelForCausalLM\nimport latte",

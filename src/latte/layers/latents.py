@@ -236,7 +236,8 @@ class LatentLogits(InitializedModule):
         """Logits q (B, H, L or L+1) and k (B, H, L) of one token per row, and ``log_decay``."""
         parts: Any = self._modules
         z, B = parts["input"].step(x_BE, state), x_BE.shape[0]
-        if found := state.step_context.plan.latents(self, z):
+        found: Any = state.step_context.plan.latents(self, z)
+        if found:
             return *found, self.log_decay(B)
         heads = (B, self.num_heads, -1)
         gates = [parts["decay_proj"]] if self.forgetting == "gated" else []

@@ -229,13 +229,14 @@ class StepPlan:
             asked = self._keep((module, x.dtype), _norm_arguments(module, x))
         return decoding.rms_norm(x, *asked) if asked else module(x)
 
-    def latents(self, module: Any, z: Tensor) -> tuple[Tensor, ...]:
+    def latents(self, module: Any, z: Tensor) -> tuple[Any, ...]:
         """The logits of a ``LatentLogits`` for z (B, E); empty if its maps are called."""
         key = (module, z.dtype)
         found = self._kept.get(key)
         if found is None:
             found = self._keep(key, module.native(z))
-        return decoding.latents(z, *found, module.num_heads) if found else ()
+        given: Any = *found, module.num_heads
+        return decoding.latents(z, *given) if found else ()
 
     def begin_layer(self, parts: LayerParts, x: Tensor) -> tuple[Tensor, ...]:
         """As :func:`latte.ops.decoding.layer_begin`, for x (B, E); empty if modules are called."""

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from latte.ops.notices import constant_in_graphs
+
 LEAST_ROWS = 32  # with fewer, widening the weights takes longer than the emulation
 HALF = (torch.bfloat16, torch.float16)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def emulates(dtype: torch.dtype) -> bool:
     """Whether PyTorch emulates matrix products of this dtype on this CPU."""
     return _emulates(dtype)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from latte.ops.arguments import Convolution, Latte
-from latte.ops.notices import warn_once
+from latte.ops.notices import constant_in_graphs, warn_once
 from latte.ops.triton_backend import launch
 
 GPU = "cuda"  # the type of the devices that the rule is about
@@ -243,7 +243,7 @@ def _words(form: Form, step: bool) -> str:
     return " ".join(word for word in words if word)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _widest(
     op: str,
     causal: bool,
@@ -260,7 +260,7 @@ def _widest(
 # --- the trial -------------------------------------------------------------------------------
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _trial(device: torch.device, products: bool) -> str | None:
     """Why a small call fails on this GPU, or None; asked once in a process.
 

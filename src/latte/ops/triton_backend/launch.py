@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from latte.ops.notices import warn_once
+from latte.ops.notices import constant_in_graphs, warn_once
 
 MOST_LATENTS = 256
 WIDEST_VALUE = 512
@@ -241,7 +241,7 @@ def padded(L: int) -> int:
     return max(16, 1 << (L - 1).bit_length())
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def capability(device: torch.device) -> int:
     """Compute capability times ten: 90 for 9.0. The interpreter on a CPU counts as 90."""
     if device.type != "cuda":
@@ -407,7 +407,7 @@ def unavailable_for(x: Tensor) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def triton_mode() -> str:
     """One of "compiler", "interpreter" (kernels run on the CPU, for tests) and "missing"."""
     try:
