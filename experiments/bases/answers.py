@@ -8,8 +8,8 @@ Likelihood of given text flatters a converted model, whose own text can be far w
 * `continuation`: of held-out text, `tokens` of each, not ended by the end-of-text token; beside
   them how the text itself goes on, the model `the text itself`.
 
-Of each: the share of 4-grams of tokens that have occurred before in it, and the longest verbatim
-loop in tokens.
+For each text: the share of 4-grams of tokens that have occurred before in it, and the longest
+verbatim loop in tokens.
 """
 
 from __future__ import annotations

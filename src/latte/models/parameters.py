@@ -59,8 +59,8 @@ def number_of_weights(model: torch.nn.Module) -> int:
 def identifying_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The tensors by which a model's weights are known again, in an order of their own.
 
-    They are its parameters. Of quantised maps they are the scales alone, which other weights and
-    other bits change: the order of the integers depends on the processor.
+    They are its parameters, but only the scales of quantised maps. Other weights and other bits
+    have other scales, and the order of the integers depends on the processor.
     """
     from latte.layers.quantised import Quantised
 

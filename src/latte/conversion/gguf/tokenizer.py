@@ -24,7 +24,7 @@ from latte.errors import LatteError, one_line
 MODEL, MERGES = "tokenizer.ggml.model", "tokenizer.ggml.merges"
 SPACE = "▁"  # in SentencePiece's vocabularies
 NO_TEXT = (UNKNOWN, CONTROL, USER_DEFINED, BYTE)  # types of tokens that are never merged from text
-# How byte-level tokenizers split text. Of the last, Transformers does not know the digits.
+# How byte-level tokenizers split text. Transformers does not know the digits of the last one.
 PLAIN_SPLITS, DIGIT_SPLITS = ("gpt-2", "gpt2"), ("smollm", "starcoder", "refact", "codeshell")
 
 
