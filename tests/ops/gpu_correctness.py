@@ -32,8 +32,11 @@ from torch import Tensor
 
 from experiments.benchmarks.gpu_common import Place, forget, options, place, reason, stop_if_broken
 from experiments.benchmarks.records import read_rows, say
-from latte.ops import Partition
-from tests.ops.opdb import OPS, VALUES, Bench, Failed, leaves, lift, map_state
+from latte.layers import RotaryEmbedding
+from latte.ops import Partition, use_backend
+from latte.ops.pointwise import add_rms_norm, rotate_both, silu_product
+from latte.ops.tensors import token_positions
+from tests.ops.opdb import OPS, VALUES, Bench, Failed, Op, leaves, lift, map_state
 from tests.ops.opdb import judge as judge_all
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -74,6 +77,43 @@ CASES = {
         "rg_lru-reversed",
     )
 }
+
+
+def pointwise_op(fn: Callable[..., tuple[Tensor, ...]], **inputs: str) -> Op:
+    """A row of a pointwise op of these inputs, whose outputs are joined along the heads or E.
+
+    ``fn`` gets the positions (B or 1, T) of the tokens too.
+    """
+
+    def run(
+        *, backend: str, key_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        output_final_state: bool = False, window: int = 0, **tensors: Tensor,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        first = next(iter(tensors.values()))
+        with use_backend(backend):
+            found = fn(token_positions(first, key_mask, cu_seqlens), **tensors)
+        return torch.cat(found, 2), None
+
+    return Op(run, inputs, past=False, averages=False)
+
+
+def rotation(positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    return rotate_both(q, k, *RotaryEmbedding(q.shape[-1])(positions, q.dtype)[:2])
+
+
+POINTWISE = {
+    "rotation": pointwise_op(rotation, q="BTHK", k="BTGK"),
+    "silu-product": pointwise_op(
+        lambda _, gate, up: (silu_product(gate, up),), gate="BTE", up="BTE"
+    ),
+    "residual-norm": pointwise_op(
+        lambda _, x, added, weight: add_rms_norm(x, added, weight, 1e-6),
+        x="BTE",
+        added="BTE",
+        weight="E",
+    ),
+}
+CASES |= POINTWISE
 
 
 class Skipped(Exception):
@@ -300,7 +340,8 @@ def checks_of(at: Place, name: str, dtype: torch.dtype) -> Iterator[tuple[str, C
         yield STEPS, lambda: steps_are_the_whole(b, T)
     yield "runs repeat", lambda: runs_repeat(b, T)
     yield "no synchronisation", lambda: host_does_not_wait(b, T)
-    yield "compiled in one graph", lambda: compiles_in_one_graph(b, T)
+    if name not in POINTWISE:  # whose kernels are not for graphs
+        yield "compiled in one graph", lambda: compiles_in_one_graph(b, T)
     if at.quick:
         return
     for B in (1, 64):

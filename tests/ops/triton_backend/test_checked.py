@@ -169,7 +169,7 @@ def test_a_model_on_a_gpu_reaches_the_kernels_without_a_setting(gpu, monkeypatch
 
 
 def test_pointwise_kernels_follow_the_table_without_a_warning(gpu, monkeypatch):
-    row = ROWS[0]._replace(name="rotation", step=False, dtype="bfloat16")
+    row = ROWS[0]._replace(name="rotation", step=False, dtype="bfloat16", K=4)
     monkeypatch.setattr(checked, "_rows", lambda: [row])
     gpu()
     monkeypatch.setattr(checked, "GPU", "meta")
@@ -180,6 +180,7 @@ def test_pointwise_kernels_follow_the_table_without_a_warning(gpu, monkeypatch):
         monkeypatch.setattr(pointwise, "on_cpu", lambda x, or_gpu: or_gpu)
         assert pointwise._on_triton("rotate", x)
         assert not pointwise._on_triton("rotate", x.float())
+        assert not pointwise._on_triton("rotate", torch.cat([x, x], -1))  # wider than was checked
         assert not pointwise._on_triton("silu_product", x)
         with use_backend("torch"):
             assert not pointwise._on_triton("rotate", x)

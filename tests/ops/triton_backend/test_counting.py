@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter launches nothing"
 )
 IDS = torch.ones(2, 40, dtype=torch.long)
-MOST = {"forward": 22, "backward": 47}  # of a layer, of which 9 and 18 are products
+MOST = {"forward": 22, "backward": 47}  # of a layer, of which 9 and 18 are matrix products
 OF_LLAMA = 1.2  # times the kernels of Llama's step
 LAYERS = 12  # of the models whose steps are compared
 

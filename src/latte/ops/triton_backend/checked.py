@@ -72,6 +72,7 @@ WIDTHS: dict[str, dict[str, int]] = {
     "macchiato_attention with kept tokens": {"L": 1, "K": 2, "D": 4},
     "sliding_window_attention": {"K": 0, "D": 2},
     "sliding_window_attention with kept tokens": {"K": 0, "D": 2},
+    "rotate": {"K": 0},
 }
 
 
