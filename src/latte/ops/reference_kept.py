@@ -220,9 +220,10 @@ def attention(_: None, x: KeptInputs) -> tuple[Tensor, Tensor | None, Tensor | N
     """The output, and with latents their log-mass and mean after the call."""
     q_BTHK, _, v_BTGD, kept, local, sequences, state, sinks, latents = x
     if sequences.cu_seqlens is not None:
-        outs, *states = zip(*(attention(None, each) for each in _alone(x)), strict=True)
-        A, mean = (None if y[0] is None else torch.cat(y) for y in states)
-        return torch.cat(outs, 1), A, mean
+        found: Any = zip(*(attention(None, each) for each in _alone(x)), strict=True)
+        outs, *states = found
+        joined: Any = (None if y[0] is None else torch.cat(y) for y in states)
+        return torch.cat(outs, 1), *joined
     key_mask, dtype = sequences.key_mask, v_BTGD.dtype
     if state is None and not q_BTHK.shape[1]:  # an empty sequence of packed ones
         out = v_BTGD.new_zeros(*q_BTHK.shape[:3], v_BTGD.shape[-1])
