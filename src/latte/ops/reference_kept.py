@@ -218,7 +218,7 @@ def plan_of(x: KeptInputs) -> None:
 
 def attention(_: None, x: KeptInputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The output, and with latents their log-mass and mean after the call."""
-    q_BTHK, _, v_BTGD, kept, local, sequences, state, sinks, latents = x
+    q_BTHK, k_BTGK, v_BTGD, kept, local, sequences, state, sinks, latents = x
     if sequences.cu_seqlens is not None:
         found: Any = zip(*(attention(None, each) for each in _alone(x)), strict=True)
         outs, *states = found
