@@ -177,8 +177,9 @@ class LatteMacchiato(MacchiatoWeights, Mixer):
         state, sinks, kept = projected.state, None, None
         if self.num_sinks:
             tokens = projected.k, projected.v, self.num_sinks, context.key_mask, context.cu_seqlens
-            state = state._replace(sinks=first_tokens(*tokens, state.sinks))
-            sinks = Sinks(projected.sink_q, *state.sinks, context.position)  # type: ignore[arg-type, misc]
+            first = first_tokens(*tokens, state.sinks)
+            sinks = Sinks(projected.sink_q, *first, context.position)  # type: ignore[arg-type]
+            state = state._replace(sinks=first)
         if projected.scores is not None:
             kept = Kept(projected.scores, self.kept_tokens, self.kept_block)
         delay, joint = latents and self.delay_latents, latents and self.joint_softmax

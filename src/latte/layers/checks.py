@@ -53,7 +53,7 @@ def check_input(layer: str, x: Tensor, hidden_size: int, weight: Any = None) -> 
         )
 
 
-def check_state(layer: str, state: Any, kind: type, carries: tuple[str, ...], packed: bool) -> None:
+def check_state(layer: str, state: Any, kind: Any, carries: tuple[str, ...], packed: bool) -> None:
     """A mixer that carries these parts can continue from the state, a MixerState (``kind``)."""
     if not isinstance(state, kind):
         raise ValueError(

@@ -42,6 +42,7 @@ from latte.ops.arguments import (
     NO_WINDOW,
     RGLRU,
     Convolution,
+    KeptInputs,
     Latte,
     Linear,
     Macchiato,
@@ -386,8 +387,7 @@ def window_log_mass(
     if kept is not None:
         if initial_state is not None:
             raise ValueError(f"{op}: expected kept tokens or initial_state, got both")
-        plan = reference_kept.Plan(kept, window, sequences, None, sinks)
-        return reference_kept.log_mass(plan, q, k, local, sinks)
+        return reference_kept.log_mass(KeptInputs(q, k, k, kept, local, sequences, None, sinks))
     seen = NO_SINKS if sinks is None else SeenSinks.of(sinks, window, sequences)
     # Values are not read. Keys stand in their place.
     held = NO_WINDOW if tail is None else tail._replace(values=tail.keys)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from latte.ops.state import LateSources, SeenSinks
+from latte.ops.kept import Kept, KeptLatents, KeptState
+from latte.ops.state import LateSources, SeenSinks, Sinks
 from latte.ops.tensors import Local, Sequences
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -196,6 +197,30 @@ class Mixture(NamedTuple):
     @property
     def earlier(self) -> Earlier:
         return self.log_mass, self.mean
+
+
+class KeptInputs(NamedTuple):
+    """Arguments of a call with kept tokens, of the window alone or with latents.
+
+    A backend (a module) makes a plan of them by ``plan_of``, which reads no values but scores and
+    masks, and takes both in ``attention`` and ``state_after``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kept: Kept
+    local: Local
+    sequences: Sequences
+    state: KeptState | None = None
+    sinks: Sinks | None = None
+    latents: KeptLatents | None = None
+
+    @property
+    def window(self) -> int:
+        """Number of keys of the window."""
+        assert self.local.window is not None
+        return self.local.window
 
 
 class Linear(NamedTuple):

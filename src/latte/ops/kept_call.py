@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from latte.ops import reference_kept
-from latte.ops.arguments import NO_SINKS
+from latte.ops.arguments import NO_SINKS, KeptInputs
 from latte.ops.backend import choose
 from latte.ops.checks import check_latte_state, check_shape, check_state_part, check_tangents
 from latte.ops.cpp_backend import kept as native_kept
@@ -146,8 +146,8 @@ def macchiato(
     held = check_kept_state(op, held, kept, local.window, N, k, v, latent_k)
     before = (None, None) if latent is None else latent[:2]
     latents = KeptLatents(latent_q, latent_k, log_decay, *before)
-    call = ((q, k, v), kept, local, sequences, held, sinks, latents)
-    out, after, held = attend(op, *call, output_final_state, backend)
+    call = KeptInputs(q, k, v, kept, local, sequences, held, sinks, latents)
+    out, after, held = attend(op, call, output_final_state, backend)
     if after is None or held is None:
         return out, None
     lost = total_log_decay(log_decay, latent, sequences.cu_seqlens)
@@ -171,8 +171,8 @@ def window(
     _check_alone(op, sequences, state)
     N = count_sequences(q.shape[0], sequences.cu_seqlens)
     held = check_kept_state(op, state, kept, local.window, N, k, v, None)
-    call = (qkv, kept, local, sequences, held, sinks, None)
-    out, _, after = attend(op, *call, output_final_state, backend)
+    call = KeptInputs(*qkv, kept, local, sequences, held, sinks)
+    out, _, after = attend(op, call, output_final_state, backend)
     return out, after
 
 
@@ -186,35 +186,23 @@ def _check_alone(op: str, sequences: Sequences, state: Any) -> None:
 
 
 def attend(
-    op: str,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    kept: Kept,
-    local: Local,
-    sequences: Sequences,
-    state: KeptState | None,
-    sinks: Sinks | None,
-    latents: KeptLatents | None,
-    output_final_state: bool,
-    backend: str | None,
+    op: str, x: KeptInputs, output_final_state: bool, backend: str | None
 ) -> tuple[Tensor, LatteState | None, KeptState | None]:
     """Output, the latents (None without), and the tokens that are held (None unless asked for)."""
-    (q, k, v), window = qkv, local.window
+    x = _both_forget(x)
+    q, k, v, kept, local, sequences, state, sinks, latents = x
     B, T, H, _ = q.shape
-    assert window is not None
-    if latents is not None and state is not None:
-        # Both forget, or none does.
-        if latents.log_decay is None and state.log_decay is not None:
-            none = torch.zeros_like(latents.k, dtype=state.log_decay.dtype)
-            latents = latents._replace(log_decay=none)
-        if latents.log_decay is not None and state.log_decay is None:
-            assert state.latent_keys is not None
-            none = torch.zeros_like(state.latent_keys, dtype=latents.log_decay.dtype)
-            state = state._replace(log_decay=none)
-    every = (*(latents or ())[:2], *qkv, *(sinks or ())[:3], *(latents or ())[2:], *(state or ()))
+    every = (
+        *(latents or ())[:2],
+        *(q, k, v),
+        *(sinks or ())[:3],
+        *(latents or ())[2:],
+        *(state or ()),
+    )
 
     def refusal() -> str | None:
         L = 1 if latents is None else latents.k.shape[-1]
-        return window_unavailable(q, window, q.shape[-1], v.shape[-1], L)
+        return window_unavailable(q, x.window, q.shape[-1], v.shape[-1], L)
 
     named = f"{op} with kept tokens"
     form = True, None, True
@@ -226,14 +214,14 @@ def attend(
         inputs = (q, k, *(sinks or ())[:3], *(latents or ())[:3])
         out = nothing_out(v.repeat_interleave(H // v.shape[2], 2), *inputs)
         own = (None, None) if latents is None else latents[1:3]
-        held = state or KeptState.empty(k, v, kept, window, N, *own)
+        held = state or KeptState.empty(k, v, kept, x.window, N, *own)
         after = None
         if latents is not None:
             after = LatteState.empty_for(q, N, *latents.k.shape[2:], v.shape[-1])
             if latents.log_mass is not None and latents.mean is not None:
                 after = LatteState(latents.log_mass, latents.mean)
         return out, after, held if output_final_state else None
-    plan = KEPT[chosen].Plan.of(kept, window, sequences, state, sinks)
+    plan = KEPT[chosen].plan_of(x)
 
     def run(q: Any, k: Any, v: Any, *more: Any) -> tuple[Tensor, ...]:
         sink_q, sink_k, sink_v, latent_q, latent_k, log_mass, mean, log_decay, *held = more
@@ -241,7 +229,9 @@ def attend(
         late = latents and KeptLatents(latent_q, latent_k, log_decay, log_mass, mean)
         names = ("keys", "values", "latent_keys", "log_decay")
         before = state and state._replace(**dict(zip(names, held, strict=True)))
-        found = KEPT[chosen].attention(plan, q, k, v, local, before, far, late)
+        found = KEPT[chosen].attention(
+            plan, KeptInputs(q, k, v, kept, local, sequences, before, far, late)
+        )
         return found if latents is not None else found[:1]
 
     given: dict[str, Tensor | None] = {"q": q, "k": k, "v": v}
@@ -258,11 +248,26 @@ def attend(
         view = view._replace(tail_mask=there, pending_mask=there)
     if sinks is not None:
         before = None if state is None else state.seen
-        seen = SeenSinks.of(sinks._replace(position=before), window, sequences)
+        seen = SeenSinks.of(sinks._replace(position=before), x.window, sequences)
         view = view._replace(sink_mask=sinks.mask, sinks_seen=seen.seen)
     # Kernels keep sequences apart, but decays are summed over all packed ones.
     summed = sequences.cu_seqlens is not None and late.log_decay is not None
     apart = chosen == "triton" and not summed
     out, *found = run(*given.values()) if apart else isolated(run, view, given)
-    last = KEPT[chosen].state_after(plan, k, v, state, latents) if output_final_state else None
+    last = KEPT[chosen].state_after(plan, x) if output_final_state else None
     return out, LatteState(*found) if found else None, last
+
+
+def _both_forget(x: KeptInputs) -> KeptInputs:
+    """The same with log-decays of zeros for the state, or for the tokens, if one alone has some."""
+    state, latents = x.state, x.latents
+    if state is None or latents is None:
+        return x
+    if latents.log_decay is None and state.log_decay is not None:
+        none = torch.zeros_like(latents.k, dtype=state.log_decay.dtype)
+        return x._replace(latents=latents._replace(log_decay=none))
+    if latents.log_decay is not None and state.log_decay is None:
+        assert state.latent_keys is not None
+        none = torch.zeros_like(state.latent_keys, dtype=latents.log_decay.dtype)
+        return x._replace(state=state._replace(log_decay=none))
+    return x

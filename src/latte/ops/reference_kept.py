@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from latte.ops.arguments import KeptInputs
 from latte.ops.kept import Kept, KeptLatents, KeptState, comparable, taken
 from latte.ops.reference import masked_softmax, wide, window_logits
 from latte.ops.state import LatteState, Sinks
@@ -27,21 +28,6 @@ from latte.ops.tensors import (
     real_tokens,
     without_masked,
 )
-
-
-class Plan(NamedTuple):
-    """What is known of a call without its values."""
-
-    kept: Kept
-    window: int
-    sequences: Sequences
-    state: KeptState | None
-    sinks: Sinks | None
-
-    @classmethod
-    def of(cls, *given: Any) -> Plan:
-        """The same as what is given: the sets are made where they are used."""
-        return cls(*given)
 
 
 class Places(NamedTuple):
@@ -175,18 +161,14 @@ def _exact(
     return logits, seen
 
 
-def log_mass(
-    plan: Plan, q_BTHK: Tensor, k_BTGK: Tensor, local: Local, sinks: Sinks | None
-) -> Tensor:
+def log_mass(x: KeptInputs) -> Tensor:
     """The logsumexp of the logits of all exact keys, (B, T, H); for sequences without a past."""
-    if plan.sequences.cu_seqlens is not None:
-        pieces = _alone(plan, (q_BTHK, k_BTGK, k_BTGK), sinks, None)
-        return torch.cat([log_mass(x, q, k, local, far) for x, (q, k, _), far, _ in pieces], 1)
-    places = Places.of(*plan[:2], plan.sequences.key_mask, None, sinks)
-    k_BTGK = without_masked(plan.sequences.key_mask, k_BTGK)
-    q_BTHK = without_masked(plan.sequences.key_mask, q_BTHK)
-    q, k = wide(q_BTHK, k_BTGK)
-    logits, seen = (torch.cat(x, -1) for x in _exact(q, k, local, places, sinks))
+    if x.sequences.cu_seqlens is not None:
+        return torch.cat([log_mass(each) for each in _alone(x)], 1)
+    key_mask = x.sequences.key_mask
+    places = Places.of(x.kept, x.window, key_mask, None, x.sinks)
+    q, k = wide(without_masked(key_mask, x.q), without_masked(key_mask, x.k))
+    logits, seen = (torch.cat(parts, -1) for parts in _exact(q, k, x.local, places, x.sinks))
     lowest = torch.finfo(logits.dtype).min / 2
     return logits.masked_fill(~seen, lowest).logsumexp(-1).transpose(1, 2)
 
@@ -211,16 +193,9 @@ class Rows(NamedTuple):
     lost: Tensor | None  # (B, S, H, L): what is to be added to the totals for a source's decay
 
     @classmethod
-    def of(
-        cls,
-        places: Places,
-        k: Tensor,
-        v: Tensor,
-        window: int,
-        state: KeptState | None,
-        latents: KeptLatents | None,
-    ) -> Rows:
+    def of(cls, places: Places, x: KeptInputs) -> Rows:
         """The sources, with zeros in the place of those that are masked."""
+        k, v, window, state, latents = x.k, x.v, x.window, x.state, x.latents
         latent_k = None if latents is None else latents.k
         at_query = lost = None
         if latents is not None and latents.log_decay is not None:
@@ -237,26 +212,18 @@ class Rows(NamedTuple):
         return cls(places, k, v, latent_k, at_query, lost)
 
 
-def attention(
-    plan: Plan,
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    local: Local,
-    state: KeptState | None,
-    sinks: Sinks | None,
-    latents: KeptLatents | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def plan_of(x: KeptInputs) -> None:
+    """No plan: the places of sources are found where they are used."""
+
+
+def attention(_: None, x: KeptInputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The output, and with latents their log-mass and mean after the call."""
-    kept, window, sequences = plan[:3]
+    q_BTHK, k_BTGK, v_BTGD, kept, local, sequences, state, sinks, latents = x
     if sequences.cu_seqlens is not None:
-        pieces = _alone(plan, (q_BTHK, k_BTGK, v_BTGD), sinks, latents)
-        found: Any = [
-            attention(x, q, k, v, local, None, far, some) for x, (q, k, v), far, some in pieces
-        ]
-        outs, *states = zip(*found, strict=True)
-        A, mean = (None if x[0] is None else torch.cat(x) for x in states)
-        return torch.cat(outs, 1), A, mean
+        found: Any = zip(*(attention(None, each) for each in _alone(x)), strict=True)
+        outs, *states = found
+        joined: Any = (None if y[0] is None else torch.cat(y) for y in states)
+        return torch.cat(outs, 1), *joined
     key_mask, dtype = sequences.key_mask, v_BTGD.dtype
     if state is None and not q_BTHK.shape[1]:  # an empty sequence of packed ones
         out = v_BTGD.new_zeros(*q_BTHK.shape[:3], v_BTGD.shape[-1])
@@ -266,16 +233,16 @@ def attention(
         wider: Any = {"device": out.device, "dtype": computation_dtype(dtype)}
         A, mean = LatteState.empty(1, H, L, out.shape[-1], **wider)
         return out, A, mean
-    places = Places.of(kept, window, key_mask, state, sinks)
+    places = Places.of(kept, x.window, key_mask, state, sinks)
     empty = (places.source < 0)[..., None]  # (B, S, G, 1)
-    rows = Rows.of(places, k_BTGK, v_BTGD, window, state, latents)
+    rows = Rows.of(places, x)
     # Masked queries have no output, and give no gradient.
     q_BTHK = without_masked(key_mask, q_BTHK)
     if sinks is not None:
         far_k, far_v = (without_masked(sinks.mask, x) for x in (sinks.keys, sinks.values))
         sinks = Sinks(without_masked(key_mask, sinks.q), far_k, far_v, sinks.mask)
     latents = latents and latents._replace(q=without_masked(key_mask, latents.q))
-    q, keys, values = wide(q_BTHK, *(x.masked_fill(empty, 0.0) for x in (rows.keys, rows.values)))
+    q, keys, values = wide(q_BTHK, *(y.masked_fill(empty, 0.0) for y in (rows.keys, rows.values)))
     latent_k = None
     if rows.latent_k is not None:
         repeated = empty.repeat_interleave(q.shape[2] // keys.shape[2], 2)
@@ -316,29 +283,21 @@ def attention(
     return out, log_mass, mean
 
 
-def state_after(
-    plan: Plan,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    state: KeptState | None,
-    latents: KeptLatents | None,
-) -> KeptState:
+def state_after(_: None, x: KeptInputs) -> KeptState:
     """The tokens that are held after the call."""
-    kept, window, sequences, _, sinks = plan
-    if sequences.cu_seqlens is not None:
-        pieces = _alone(plan, (k_BTGK, k_BTGK, v_BTGD), None, latents)
-        alone = [state_after(x, k, v, None, some) for x, (_, k, v), _, some in pieces]
-        parts: Any = zip(*alone, strict=True)
-        joined: Any = (None if x[0] is None else torch.cat(x) for x in parts)
+    kept, window, latents = x.kept, x.window, x.latents
+    if x.sequences.cu_seqlens is not None:
+        parts: Any = zip(*(state_after(None, each) for each in _alone(x)), strict=True)
+        joined: Any = (None if y[0] is None else torch.cat(y) for y in parts)
         return KeptState(*joined)
-    if state is None and not k_BTGK.shape[1]:
+    if x.state is None and not x.k.shape[1]:
         latent_k, g = (None, None) if latents is None else (latents.k, latents.log_decay)
-        return KeptState.empty(k_BTGK, v_BTGD, kept, window, k_BTGK.shape[0], latent_k, g)
-    places = Places.of(kept, window, sequences.key_mask, state, sinks)
-    rows = Rows.of(places, k_BTGK, v_BTGD, window, state, latents)
-    chosen, near, rank = (x[:, :, -1] for x in (places.kept, places.window, places.rank))
+        return KeptState.empty(x.k, x.v, kept, window, x.k.shape[0], latent_k, g)
+    places = Places.of(kept, window, x.sequences.key_mask, x.state, x.sinks)
+    rows = Rows.of(places, x)
+    chosen, near, rank = (y[:, :, -1] for y in (places.kept, places.window, places.rank))
     update = (places.after - 1).div(kept.block, rounding_mode="floor") * kept.block
-    device = k_BTGK.device
+    device = x.k.device
     # Which source is at each slot: the kept ones by rank, the last ones by position.
     slot = torch.arange(kept.count, device=device)[:, None]
     by_rank = chosen[:, :, None] & (rank[:, :, None] == slot)
@@ -349,7 +308,7 @@ def state_after(
     match = torch.cat([by_rank, by_position], 2)  # (B, G, M, S)
     there = match.any(-1).mT
     index = match.long().argmax(-1).mT
-    keys, values = (taken(x, index, there) for x in (rows.keys, rows.values))
+    keys, values = (taken(y, index, there) for y in (rows.keys, rows.values))
     scores = taken(places.scores, index, there, -torch.inf)
     positions = taken(places.source, index, there, -1)
 
@@ -366,28 +325,19 @@ def state_after(
     return KeptState(keys, values, scores, positions, places.after, *late)
 
 
-def _alone(
-    plan: Plan,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    sinks: Sinks | None,
-    latents: KeptLatents | None,
-) -> Iterator[tuple[Any, ...]]:
-    """Each packed sequence as a row: its plan, q, k and v, sinks, latents."""
-    (key_mask, cu_seqlens, _), kept = plan.sequences, plan.kept
+def _alone(x: KeptInputs) -> Iterator[KeptInputs]:
+    """Each packed sequence as a row."""
+    key_mask, cu_seqlens, _ = x.sequences
     assert cu_seqlens is not None
     for n, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
         own = slice(start, stop)
-
-        def far(every: Sinks | None, n: int = n, own: slice = own) -> Sinks | None:
-            if every is None:
-                return None
-            return Sinks(every.q[:, own], *(x[n : n + 1] for x in every[1:4]))
-
-        some = None
+        sinks, latents = x.sinks, x.latents
+        if sinks is not None:
+            sinks = Sinks(sinks.q[:, own], *(each[n : n + 1] for each in sinks[1:4]))  # type: ignore[misc]
         if latents is not None:
             g = None if latents.log_decay is None else latents.log_decay[:, own]
-            some = KeptLatents(latents.q[:, own], latents.k[:, own], g, None, None)
-        rest = Sequences(None if key_mask is None else key_mask[:, own], None)
-        chosen = kept._replace(scores=kept.scores[:, own])
-        alone = Plan(chosen, plan.window, rest, None, far(plan.sinks))
-        yield alone, [x[:, own] for x in qkv], far(sinks), some
+            latents = KeptLatents(latents.q[:, own], latents.k[:, own], g, None, None)
+        sequences = Sequences(None if key_mask is None else key_mask[:, own], None)
+        kept = x.kept._replace(scores=x.kept.scores[:, own])
+        tokens = x.q[:, own], x.k[:, own], x.v[:, own]
+        yield KeptInputs(*tokens, kept, x.local, sequences, None, sinks, latents)

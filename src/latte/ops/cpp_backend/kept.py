@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from latte.ops.arguments import KeptInputs
 from latte.ops.cpp_backend import ABSENT, SEGMENT
 from latte.ops.custom_ops import differentiable_op
-from latte.ops.kept import KeptLatents, KeptState
-from latte.ops.state import Sinks
-from latte.ops.tensors import Local, computation_dtype, without_masked
-from latte.ops.torch_backend.kept import Plan, state_after
+from latte.ops.tensors import computation_dtype, without_masked
+from latte.ops.torch_backend.kept import Plan, plan_of, state_after
 
-__all__ = ["Plan", "attention", "state_after"]
+__all__ = ["attention", "plan_of", "state_after"]
 
 
 class NativeKept(NamedTuple):
@@ -83,20 +82,12 @@ if ABSENT is None:
     )
 
 
-def attention(
-    plan: Plan,
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    local: Local,
-    state: KeptState | None,
-    sinks: Sinks | None,
-    latents: KeptLatents | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def attention(plan: Plan, x: KeptInputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The output, and with latents their log-mass and mean after the call."""
     layout, source = plan.layout, plan.layout.source
+    local, state, sinks, latents = x.local, x.state, x.sinks, x.latents
     given: dict[str, Any] = dict.fromkeys(NativeKept._fields)
-    given |= {"q": q_BTHK, "k": k_BTGK, "v": v_BTGD}
+    given |= {"q": x.q, "k": x.k, "v": x.v}
     if latents is not None:
         given |= {"latent_q": latents.q, "latent_k": latents.k}
         given |= {"log_mass": latents.log_mass, "mean": latents.mean}
@@ -105,7 +96,7 @@ def attention(
         given |= {"old_k": state.keys, "old_v": state.values}
         given |= {"old_latent_k": state.latent_keys, "old_log_decay": state.log_decay}
     if sinks is not None:
-        far = (without_masked(sinks.mask, x) for x in (sinks.keys, sinks.values))
+        far = (without_masked(sinks.mask, each) for each in (sinks.keys, sinks.values))
         given |= dict(zip(("sink_k", "sink_v"), far, strict=True))
         given |= {"sink_q": sinks.q, "sinks_seen": plan.sinks_seen}
     for name in ("kept", "kept_there", "late", "late_there"):

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from latte.ops.arguments import KeptInputs
 from latte.ops.custom_ops import differentiable_op
 from latte.ops.kept import Kept, KeptLatents, KeptState, comparable, taken
 from latte.ops.state import Sinks
 from latte.ops.tensors import (
-    Local,
     Sequences,
     computation_dtype,
     count_sequences,
@@ -838,24 +838,21 @@ class Decays(NamedTuple):
         return A_NHL + (since - lost[row, last]).to(A_NHL.dtype)
 
 
+def plan_of(x: KeptInputs) -> Plan:
+    """The plan of a call with T > 0."""
+    return Plan.of(x.kept, x.window, x.sequences, x.state, x.sinks)
+
+
 def attention(
-    plan: Plan,
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    local: Local,
-    state: KeptState | None,
-    sinks: Sinks | None,
-    latents: KeptLatents | None,
-    op: Any = kept_op,
+    plan: Plan, x: KeptInputs, op: Any = kept_op
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The output, and with latents their log-mass and mean after the call.
 
     ``op`` takes a :class:`KeptCall` and returns as :data:`kept_op`, which other backends replace.
     """
-    layout, none = plan.layout, (None, None)
+    layout, none, state, sinks, latents = plan.layout, (None, None), x.state, x.sinks, x.latents
     keys, values = none if state is None else (state.keys, state.values)
-    inputs = layout.queries(q_BTHK), layout.laid(k_BTGK, keys), layout.laid(v_BTGD, values)
+    inputs = layout.queries(x.q), layout.laid(x.k, keys), layout.laid(x.v, values)
     late: tuple[Tensor | None, ...] = (None, None, None, None)
     decays = lost = None
     if latents is not None:
@@ -867,13 +864,12 @@ def attention(
         late = (layout.queries(latents.q), latent_k, latents.log_mass, latents.mean)
     far: tuple[Tensor | None, ...] = (None, None, None)
     if sinks is not None:
-        kept = (without_masked(sinks.mask, x) for x in (sinks.keys, sinks.values))
-        blocks = layout.block_ids
-        kept = (x[:, None] if blocks is None else x[blocks][None] for x in kept)
+        kept = (without_masked(sinks.mask, each) for each in (sinks.keys, sinks.values))
+        ids = layout.block_ids
+        kept = (each[:, None] if ids is None else each[ids][None] for each in kept)
         far = (layout.queries(sinks.q), *kept)
     found = (plan.real, plan.kept, plan.kept_there, plan.late, plan.late_there)
-    assert local.window is not None
-    numbers: Any = (local.window, layout.C, local.scale, local.softcap)
+    numbers: Any = (x.window, layout.C, x.local.scale, x.local.softcap)
     ends = (layout.age, layout.ends, lost)
     given: Any = (*inputs, *late, *far)
     out, A, mean, *_ = op(
@@ -885,16 +881,10 @@ def attention(
     return out, A if decays is None else decays.after(plan, A), mean
 
 
-def state_after(
-    plan: Plan,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    state: KeptState | None,
-    latents: KeptLatents | None,
-) -> KeptState:
+def state_after(plan: Plan, x: KeptInputs) -> KeptState:
     """The tokens that are held after the call."""
-    layout, G, (after, there) = plan.layout, k_BTGK.shape[2], plan.held()
-    old: Any = KeptState(*[None] * 7) if state is None else state  # type: ignore[arg-type]
+    layout, G, (after, there), latents = plan.layout, x.k.shape[2], plan.held(), x.latents
+    old: Any = KeptState(*[None] * 7) if x.state is None else x.state  # type: ignore[arg-type]
 
     def groups(x_BSHL: Tensor) -> Tensor:
         return x_BSHL.unflatten(2, (G, -1))
@@ -902,13 +892,13 @@ def state_after(
     def held(x_BSGX: Tensor) -> Tensor:
         return taken(x_BSGX, after, there)
 
-    exact = held(layout.laid(k_BTGK, old.keys)), held(layout.laid(v_BTGD, old.values))
+    exact = held(layout.laid(x.k, old.keys)), held(layout.laid(x.v, old.values))
     scores = taken(plan.scores, after, there, -torch.inf)
     positions = taken(plan.positions, after, there, -1)
     latent_k = lost = None
     if latents is not None:
         latent_k = held(groups(layout.laid(latents.k, old.latent_keys))).flatten(2, 3)
-    if latents is not None and (decays := Decays.of(plan, latents, state)) is not None:
+    if latents is not None and (decays := Decays.of(plan, latents, x.state)) is not None:
         assert latents.log_decay is not None
         # Up to the last token: what a source had when it left, or nothing if it has not.
         last = (layout.end - 1)[:, None, None]

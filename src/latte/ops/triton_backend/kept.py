@@ -10,48 +10,27 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from latte.ops.kept import Kept, KeptLatents, KeptState
-from latte.ops.state import Sinks
-from latte.ops.tensors import Local, Sequences
+from latte.ops.arguments import KeptInputs
 from latte.ops.torch_backend import kept as torch_kept
-from latte.ops.torch_backend.kept import state_after
+from latte.ops.torch_backend.kept import Plan, state_after
 
-__all__ = ["Plan", "attention", "state_after"]
-
-
-class Plan:
-    """Which sources each block of queries reads, and what is held after the call."""
-
-    @staticmethod
-    def of(
-        kept: Kept,
-        window: int,
-        sequences: Sequences,
-        state: KeptState | None,
-        sinks: Sinks | None,
-    ) -> torch_kept.Plan:
-        """See :meth:`latte.ops.torch_backend.kept.Plan.of`."""
-        from latte.ops.triton_backend.kept_choice import choose
-
-        return torch_kept.Plan.of(kept, window, sequences, state, sinks, choose)
+__all__ = ["attention", "plan_of", "state_after"]
 
 
-def attention(
-    plan: torch_kept.Plan,
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGD: Tensor,
-    local: Local,
-    state: KeptState | None,
-    sinks: Sinks | None,
-    latents: KeptLatents | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def plan_of(x: KeptInputs) -> Plan:
+    """See :func:`latte.ops.torch_backend.kept.plan_of`."""
+    from latte.ops.triton_backend.kept_choice import choose
+
+    return Plan.of(x.kept, x.window, x.sequences, x.state, x.sinks, choose)
+
+
+def attention(plan: Plan, x: KeptInputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The output, and with latents their log-mass and mean after the call."""
     from latte.ops.triton_backend.kept_attention import kept_op
 
-    if local.scale <= 0:  # the kernels take the largest logit before they scale it
-        sign = -1.0 if local.scale < 0 else 0.0
-        q_BTHK, sinks = q_BTHK * sign, sinks and sinks._replace(q=sinks.q * sign)
-        local = local._replace(scale=abs(local.scale) or 1.0)
-    call = (plan, q_BTHK, k_BTGK, v_BTGD, local, state, sinks, latents)
-    return torch_kept.attention(*call, kept_op)
+    scale, sinks = x.local.scale, x.sinks
+    if scale <= 0:  # the kernels take the largest logit before they scale it
+        sign = -1.0 if scale < 0 else 0.0
+        x = x._replace(q=x.q * sign, sinks=sinks and sinks._replace(q=sinks.q * sign))
+        x = x._replace(local=x.local._replace(scale=abs(scale) or 1.0))
+    return torch_kept.attention(plan, x, kept_op)
