@@ -354,3 +354,16 @@ def test_a_run_gives_the_libraries_models_its_dropout(make_recipe):
         train(recipe, quiet=True)
         first[rate] = read_metrics(Path(recipe.output_dir), "train")[0]["grad_norm"]
     assert first[0.0] != first[0.5]
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name not in MIXERS])
+def test_the_future_cannot_change_the_past(name):
+    """Of other libraries' models; our own layers have this law."""
+    model = build(name).eval()
+    ids = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
+    other = ids.clone()
+    other[:, 25:] = 7
+    with torch.no_grad():
+        one, two = logits(model, ids), logits(model, other)
+    assert torch.equal(one[:, :25], two[:, :25])
+    assert not torch.equal(one[:, 25:], two[:, 25:])

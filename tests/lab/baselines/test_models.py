@@ -108,3 +108,16 @@ def test_bad_fields_are_one_line(fields, message):
 def test_a_language_model_is_causal():
     with pytest.raises(LatteError, match="needs is_causal=True"):
         made("linformer")
+
+
+@pytest.mark.parametrize("mixer", CAUSAL)
+def test_checkpointing_changes_nothing(mixer):
+    model = made(mixer).double().train()
+    found = []
+    for checkpoint in (False, True):
+        if checkpoint:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(ids(), labels=ids()).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(found[0], found[1], atol=1e-12, rtol=1e-12)

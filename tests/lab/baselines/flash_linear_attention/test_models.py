@@ -119,3 +119,15 @@ def test_bad_fields_are_one_line(fields, message):
     with pytest.raises(LatteError, match=message) as error:
         find_model("gla").config("tiny", **fields)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("length", [40, 70])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_future_cannot_change_the_past(name, length):
+    model, ids = build(name).eval(), some_ids(length)
+    other = ids.clone()
+    other[:, length - 15 :] = 2
+    with torch.no_grad():
+        one, two = (model(input_ids=x, use_cache=False).logits for x in (ids, other))
+    assert torch.equal(one[:, : length - 15], two[:, : length - 15])
+    assert not torch.equal(one[:, length - 15 :], two[:, length - 15 :])
