@@ -175,7 +175,7 @@ class LatentFields:
     # Beyond the paper. With delayed latents the decay is computed from the query's token.
     forgetting: Forgetting = option(
         "none",
-        "whether latents forget: `none`, `static` (a rate per latent) or `gated` (one per token)",
+        "decay of the latents: `none`, `static` (a rate per latent) or `gated` (one per token)",
         partial(check_one, choices=FORGETTING),
     )
     half_life_range: Sequence[float] = option(

@@ -496,7 +496,7 @@ def language_model(config: Any) -> Any:
 
 
 class LatteForSequenceClassification(LattePreTrainedModel):
-    """A classifier over the mean of the real tokens' hidden states.
+    """A classifier over the mean of the valid tokens' hidden states.
 
     With ``is_causal=False`` in the configuration the layers are bidirectional. That is better for
     a classifier trained from scratch. A pretrained language model keeps its causal layers.

@@ -29,7 +29,7 @@ from latte.ops.tensors import (
 
 
 class LatteState(tuple[Tensor, ...]):
-    """The state of Latte attention: a log-mass and a mean for each latent.
+    """The state of Latte attention: a normaliser (as its log) and a mean for each latent.
 
     ``log_mass[l] = logsumexp_s k_s[l]`` over the sources seen so far and ``mean[l] = sum_s
     p(s|l) v_s``. The mean never exceeds ``max |v|``, whatever the logits or the length (paper,
@@ -166,17 +166,17 @@ class WindowState(NamedTuple):
 
 
 class Sinks(NamedTuple):
-    """A sequence's first real tokens, which stay visible to all its queries (arXiv 2309.17453).
+    """A sequence's first valid tokens, which stay visible to all its queries (arXiv 2309.17453).
 
     At first a sink is a key of the window like any other. It joins the window's softmax as a sink
-    when it leaves the window: from the query that is W real tokens after it.
+    when it leaves the window: from the query that is W valid tokens after it.
 
     Attributes:
         q: Queries for the sinks, (B, T, H, K), with a position encoding of their own.
         keys: Keys of the sinks, (N, n, G, K).
         values: Values of the sinks, (N, n, G, D).
         mask: Whether a sequence has such a token, (N, n) bool.
-        position: Number of real tokens of each sequence before the first query, (N,) int64; None
+        position: Number of valid tokens of each sequence before the first query, (N,) int64; None
             is 0.
     """
 

@@ -98,7 +98,7 @@ class ComparatorForCausalLM(LatteForCausalLM):
 
 
 class ComparatorForSequenceClassification(LatteForSequenceClassification):
-    """A classifier over the mean of the real tokens' hidden states."""
+    """A classifier over the mean of the valid tokens' hidden states."""
 
     config: ComparatorConfig
     backbone_class = ComparatorModel

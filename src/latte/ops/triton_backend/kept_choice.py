@@ -113,7 +113,7 @@ def choose_among(
 ):  # fmt: skip
     """The N largest of N kept keys, in their order, and ``count`` new ones, in any order.
 
-    ``fresh``: nothing was kept. Of equal keys the new ones are better, and of these the first ones.
+    ``fresh``: nothing was kept. Among equal keys the new ones are better, then the earlier ones.
     New keys are at ``at`` + STEP c. ``slots_ptr`` has their slots, or None: these are the places.
     """
     i = tl.arange(0, BN)
