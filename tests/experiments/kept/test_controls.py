@@ -1,10 +1,12 @@
 """Controls of a model with kept tokens: the same weights, and other scores."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from experiments.kept import layers
 from experiments.kept.controls import set_scores
 from experiments.kept.run import scores_in
 from experiments.sides import side
@@ -12,6 +14,7 @@ from latte.conversion import convert
 from latte.errors import LatteError
 from latte.lab.data import byte_tokenizer
 from tests.conversion.bases import tokens
+from tests.helpers import read_csv
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +86,20 @@ def test_other_scores_need_kept_tokens(folder):
         kept(folder, ",kept_tokens=0,scores=random")
     model, tokenizer = side(f"x={folder}").load()
     set_scores(model, tokenizer, "latest")  # of a model that is there
+
+
+def test_layers_that_keep_every_token_are_the_base(folder, tmp_path):
+    text = tmp_path / "text.jsonl"
+    words = "The river was wide, and nobody had crossed it since the summer. " * 120
+    text.write_text("\n".join(json.dumps({"text": f"{words}{i}"}) for i in range(4)))
+    given = [str(folder.parent / "base"), str(folder), "--text", f"text={text}", "--kept", "1,400"]
+    given += ["--texts", "1", "--asked", "0", "--length", "300"]
+    table = tmp_path / "kept_layers.csv"
+    assert layers.main([*given, "--output", str(table)]) == 0
+    found = {(x["rows"], x["layer"], x["kept"]): float(x["kl"]) for x in read_csv(table)}
+    numbers = {(layer, kept) for layer in ("0", "1", "all") for kept in ("1", "400")}
+    assert {name[1:] for name in found} == numbers | {("all", "own")}
+    assert found["text", "all", "400"] < 0.2 * found["text", "all", "own"]
+    before = table.read_bytes()
+    assert layers.main([*given, "--output", str(table)]) == 0
+    assert table.read_bytes() == before
