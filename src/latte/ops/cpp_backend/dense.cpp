@@ -411,7 +411,8 @@ static void apply_scores(const Latents& op, const Rows<S>& x) {
         const T scale = T(1) / std::sqrt(sum(squares) / T(x.size) + T(op.eps));
         const S* found = op.hidden.at<S>() + r * U;
         for (int64_t u = 0; u < U; ++u)
-            hidden[size_t(u)] = exact_gelu(T(widen(found[u])) * scale + T(widen(op.up_bias.at<S>()[u])));
+            hidden[size_t(u)] =
+                exact_gelu(T(widen(found[u])) * scale + T(widen(op.up_bias.at<S>()[u])));
         for (int64_t g = 0; g < G; ++g) {
             T y = T(widen(op.down_bias.at<S>()[g]));
             const S* down = op.down.at<S>() + g * U;

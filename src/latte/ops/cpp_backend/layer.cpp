@@ -98,7 +98,8 @@ void begin(StableIValue* arguments, uint64_t, uint64_t) {
     stack.give(outs[0], outs[1], outs[2], latents.outs[0], latents.outs[1], latents.score);
 }
 
-// (x, residual, o, scales?, norm, eps, offset, gate, scales?, up, scales?, down, scales?, tanh) -> y
+// (x, residual, o, scales?, norm, eps, offset, gate, scales?, up, scales?, down, scales?, tanh) ->
+// y
 void end(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     Tensor x = stack.tensor(), residual = stack.tensor();

@@ -42,8 +42,8 @@ struct Norm {
 //
 // All weights have one dtype, to which x is cast.
 struct Latents {
-    Tensor x, weights[2], bias;              // (R, E); (H (L or L+1), E), (H L, E); (H,)
-    Tensor up, up_bias, down, down_bias;     // (U, E), (U,), (G, U), (G,)
+    Tensor x, weights[2], bias;           // (R, E); (H (L or L+1), E), (H L, E); (H,)
+    Tensor up, up_bias, down, down_bias;  // (U, E), (U,), (G, U), (G,)
     int64_t heads = 1;
     double eps = 0.0;
     Tensor outs[2], hidden, score;  // (R, H, ...) each, (R, U), (R, G) in 11 bits
