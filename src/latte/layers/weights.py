@@ -101,7 +101,7 @@ class MacchiatoWeights(DenseWeights):
     """The same for :class:`latte.layers.LatteMacchiato`, which divides the past in its own way."""
 
     def _weights(self: Any, projected: Any, context: Any) -> Tensor:
-        if self.divide(projected, context)[0] is None:
+        if not (self.num_sinks or self.kept_tokens or self.delay_latents or self.joint_softmax):
             return super()._weights(projected, context)
         without_past = type(projected.state)()
         given = projected._replace(v=identity_values(projected), state=without_past)
