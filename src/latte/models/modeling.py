@@ -47,6 +47,7 @@ from latte.models.inputs import DecoderInputs, check_tensors, prepare_inputs
 from latte.models.loss import chunked_loss, labels_within, next_labels, next_token_loss
 from latte.models.registry import find_mixer
 from latte.models.signature import hides
+from latte.ops.pointwise import fuses
 
 LOADED = "_is_hf_initialized"  # Transformers' mark of weights that came from a checkpoint
 
@@ -101,20 +102,31 @@ class LatteBlock(GradientCheckpointingLayer):
         output_attentions: bool = False,
     ) -> tuple[Tensor, MixerState | None, Tensor | None]:
         """Return hidden states (B, T, E), the mixer's state and its weights (B, H, T, P + T)."""
-        (x_BTE, normed), weights = add_and_norm(self.mixer_norm, x_BTE), None
+        fused, weights = fuses(x_BTE), None
+        if fused:
+            x_BTE, normed = add_and_norm(self.mixer_norm, x_BTE)
+        else:
+            normed = self.mixer_norm(x_BTE)
         if output_attentions:
             mixed, after, weights = self.mixer.with_weights(normed, state=state, context=context)
         else:
             mixed, after = self.mixer(normed, state=state, context=context)
         if self.dropout.training:
             mixed = self.dropout(mixed)
-        return self._feed_forward(x_BTE, mixed), after, weights
+        return self._feed_forward(x_BTE, mixed, fused), after, weights
 
-    def _feed_forward(self, x_BTE: Tensor, mixed_BTE: Tensor) -> Tensor:
-        """``z + mlp(norm(z))`` for ``z = x + mixed``, or z if the block has no MLP."""
+    def _feed_forward(self, x_BTE: Tensor, mixed_BTE: Tensor, fused: bool = True) -> Tensor:
+        """``z + mlp(norm(z))`` for ``z = x + mixed``, or z if the block has no MLP.
+
+        ``fused``: the sum and the norm may be one kernel.
+        """
         if self.mlp is None:
             return x_BTE + mixed_BTE
-        x_BTE, normed = add_and_norm(self.mlp_norm, x_BTE, mixed_BTE)
+        if fused:
+            x_BTE, normed = add_and_norm(self.mlp_norm, x_BTE, mixed_BTE)
+        else:
+            x_BTE = x_BTE + mixed_BTE
+            normed = self.mlp_norm(x_BTE)
         inner = self.mlp(normed)
         return x_BTE + (self.dropout(inner) if self.dropout.training else inner)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from latte.ops import backend as backends
 from latte.ops import cpp_backend, decoding, reference, triton_backend
 from latte.ops.backend import named_backend
 from latte.ops.cpp_backend import pointwise as cpp_pointwise
@@ -110,8 +111,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str | None = None) -
     return ROTATE[backend](x, cos, sin)
 
 
+def fuses(x: Tensor) -> bool:
+    """Whether Triton's kernels, of which each computes several operations, may serve x."""
+    return not x.is_cpu or "triton" in (backends.here.backend, backends.default)
+
+
 def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     """:func:`rotate` of queries (B, T, H, K) and keys (B, T, G, K): one launch of Triton's."""
+    if not torch.is_grad_enabled() and k.dtype == q.dtype and _has_table(q, cos):
+        if decoding.takes(q, compiled=False) and decoding.takes(k, compiled=False):
+            tables, turn = (cos.contiguous(), sin.contiguous(), 1.0), torch.ops.latte.cpu_rotate
+            return turn(q.contiguous(), *tables), turn(k.contiguous(), *tables)
     if _turned_by_triton(cos, q, k):
         return triton_backend.rotate(cos, sin, q, k)
     return rotate(q, cos, sin), rotate(k, cos, sin)
