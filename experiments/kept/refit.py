@@ -33,19 +33,18 @@ from latte.conversion.landmarks import set_landmarks
 from latte.conversion.modeling import NEW_WEIGHTS
 from latte.conversion.pretrained import converted_config, load_base, load_tokenizer, save
 from latte.conversion.recording import FitOptions, LayerFit, record
+from latte.errors import LatteError
 from latte.lab.command_line import OneLineParser, exit_code
 from latte.lab.train.conversion_trainer import add_lora, merged_lora, mixing
 from latte.lab.train.layers import RotaryTable
 from latte.lab.train.recipe import ConversionSection
 from latte.models.tensor_file import read_tensors
 
-LENGTH = 2048  # tokens of a row
+LENGTH = 2048  # tokens of a row of a layer's fit
 TEXT_TOKENS, CORPUS_TOKENS = 60_000, 400_000  # at most, of a text and of all of a corpus
 RANK, TARGETS = 16, ["q_proj", "k_proj", "v_proj", "o_proj"]  # of low-rank updates
 PLACES = 1024  # of a row, at most, whose next tokens are compared
 ROWS, ASKED, FIT_STEPS = 14, (18, 8), 90
-# Of SmolLM2: the layers in which facts are kept, and the numbers of tokens elsewhere and there.
-KEY_LAYERS, KEPT, KEPT_THERE = (*range(5, 9), 14, 15, *range(17, 25), 26), 16, 152
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,6 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--block", type=int, default=32, help="tokens between two choices")
     parser.add_argument("--steps", type=int, default=240, help="of the last stage")
+    parser.add_argument("--lengths", type=integers, default=[LENGTH, 2 * LENGTH],
+                        help="tokens of the last stage's rows, in turns")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the last stage's rows")
     parser.add_argument("--kept-tokens", type=integers, help="of the result, for each layer")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the last stage")
     options = parser.parse_args(arguments)
@@ -103,8 +105,9 @@ def with_latents(
     options: argparse.Namespace, fields: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[Any, ConversionSection]:
     """The model, every layer converted, with what the file has, and how its updates were made."""
-    layers = load_base(options.base, converted_config(options.base, fields)).config
-    keeping = [KEPT_THERE if i in KEY_LAYERS else KEPT for i in range(layers.num_hidden_layers)]
+    keeping = fields.get("kept_tokens") or options.kept_tokens
+    if not keeping:
+        raise LatteError(f"--kept-tokens is needed: {options.latents} says nothing of kept tokens")
     wanted = {"keep_layers": [], "kept_window": None, "local_window": options.window}
     wanted |= {"kept_tokens": keeping, "kept_block": options.block}
     config = converted_config(options.base, fields | wanted)
@@ -147,14 +150,16 @@ def fit_layers(model: Any, lacking: list[int], rows: list[Tensor], folder: Path)
 def train(model: Any, tokenizer: Any, text: Tensor, options: argparse.Namespace) -> None:
     """Train latents and low-rank updates together by KL from the base.
 
-    Rows are text and rows with questions in turns, of one length and of twice as much. A run that
-    was interrupted goes on from OUTPUT.step.
+    Rows are text and rows with questions in turns, of each length in turn. A run that was
+    interrupted goes on from OUTPUT.step.
     """
     parameters = [x for x in model.parameters() if x.requires_grad]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.0)
+    lengths: list[int] = options.lengths
+    count = options.steps // (2 * len(lengths)) + 1
     asked = {
-        length: kept_rows(tokenizer, text, options.steps // 4 + 1, length, seed=5 + length)
-        for length in (LENGTH, 2 * LENGTH)
+        length: kept_rows(tokenizer, text, count, length, seed=5 + length + 1_000 * options.seed)
+        for length in set(lengths)
     }
     at, begin = Path(f"{options.output}.step"), 0
     if at.is_file():
@@ -163,14 +168,15 @@ def train(model: Any, tokenizer: Any, text: Tensor, options: argparse.Namespace)
         for x, old in zip(parameters, trained, strict=True):
             x.data.copy_(old)
     for step in range(begin, options.steps):
-        generator = torch.Generator().manual_seed(step)
-        length = LENGTH * (1 + step // 2 % 2)
+        generator = torch.Generator().manual_seed(100_000 * options.seed + step)
+        turn, which = divmod(step // 2, len(lengths))
+        length = lengths[which]
         start = int(torch.randint(len(text) - length, (1,), generator=generator))
         sink = torch.tensor([tokenizer.bos_token_id])
         row, first = torch.cat([sink, text[start : start + length - 1]]), options.window
         places = first + torch.randperm(length - first, generator=generator)[:PLACES].sort().values
         if step % 2:  # all of the answers, and some of what comes before
-            row, question = asked[length][step // 4]
+            row, question = asked[length][turn]
             question = max(first, question - 1)
             places = torch.cat([places[places < question], torch.arange(question, len(row))])
         for group in optimizer.param_groups:

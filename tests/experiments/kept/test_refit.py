@@ -18,20 +18,14 @@ def test_a_file_of_latents_goes_on_with_kept_tokens(tmp_path, monkeypatch, capsy
     words = "The river was wide, and nobody had crossed it since the summer. "
     texts = [json.dumps({"text": words * 300 + str(i)}) for i in range(2)]
     (tmp_path / "text.jsonl").write_text("\n".join(texts), encoding="utf-8")
-    small = {"LENGTH": 900, "ROWS": 4, "ASKED": (2, 0), "FIT_STEPS": 2, "KEY_LAYERS": (1,)}
-    for name, value in (small | {"KEPT": 2, "KEPT_THERE": 5}).items():
+    for name, value in {"LENGTH": 900, "ROWS": 4, "ASKED": (2, 0), "FIT_STEPS": 2}.items():
         monkeypatch.setattr(refit, name, value)
     given = [str(base), str(tmp_path / "latents"), str(tmp_path / "out"), "--steps", "2"]
-    given += [
-        "--text",
-        f"text={tmp_path / 'text.jsonl'}",
-        "--window",
-        "16",
-        "--block",
-        "8",
-        "--kept-tokens",
-        "3,5",
-    ]
+    given += ["--text", f"text={tmp_path / 'text.jsonl'}", "--window", "16", "--block", "8"]
+    given += ["--lengths", "900"]
+    assert refit.main(given) == 2
+    assert "--kept-tokens is needed" in capsys.readouterr().err
+    given += ["--kept-tokens", "3,5"]
     assert refit.main(given) == 0
     assert (
         "layer 1: output error" in (said := capsys.readouterr().out)
