@@ -3,11 +3,17 @@
 The document is the log of a harbour: sentences that a seed puts together from short lists. Two
 facts stand at the beginning, two in the middle and two at the end. Each question is asked by
 itself, from the state after the document.
+
+    python -m examples.harbour_log MODEL [MODEL ...] --seeds 0 1 2
+
+prints which questions each model answers rightly, for each seed's log.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,3 +146,29 @@ def answers(model: Any, tokenizer: Any, file: Path) -> list[str]:
 def is_right(fact: Fact, answer: str) -> bool:
     """Whether an answer has the fact."""
     return all(word in answer.lower() for word in fact.answer.lower().split())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print, for each model and seed, how many questions are answered rightly, and which."""
+    from latte.lab.command_line import OneLineParser
+    from latte.lab.evaluate.checkpoint import load_checkpoint
+
+    parser = OneLineParser(prog="python -m examples.harbour_log", description=__doc__,
+                           formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a folder, or a GGUF file")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the logs (0)")
+    options = parser.parse_args(arguments)
+    for place in options.models:
+        model, tokenizer = load_checkpoint(place)
+        for seed in options.seeds:
+            with tempfile.TemporaryDirectory() as folder:
+                log = Path(folder) / "log.txt"
+                log.write_text(document(LINES, seed), encoding="utf-8")
+                found = zip(FACTS, answers(model, tokenizer, log), strict=True)
+            right = [fact.answer for fact, said in found if is_right(fact, said)]
+            print(f"{place}, seed {seed}: {len(right)} of {len(FACTS)}: {', '.join(right)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -98,6 +98,11 @@ def test_smollm2_is_converted_compared_and_answers(site, small, tmp_path, mistak
     assert answers.startswith(f"Greedy answers to {real_base.QUESTION!r}")
     assert answers in out + "\n" and "SmolLM2-135M-Instruct:" in answers and "converted:" in answers
     assert "latte serve 'runs/smollm2'" in out and "installing" not in out
+    assert real_base.harbour_log.main([str(folder), "--seeds", "0", "1"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(" of 6:")[0][:-2] for line in said] == [
+        f"{folder}, seed {seed}:" for seed in (0, 1)
+    ]
     facts = real_base.harbour_log.FACTS
     assert all(fact.question in answers for fact in facts)
     assert re.search(r"Right answers: SmolLM2-135M-Instruct \d of 6, converted \d of 6\.", answers)
