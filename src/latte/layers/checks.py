@@ -64,7 +64,7 @@ def check_state(layer: str, state: Any, kind: Any, carries: tuple[str, ...], pac
     lacking = [part for part in carries if part not in held]
     if held and lacking:
         raise ValueError(f"{layer}: state must hold {lacking[0]!r}, got another mixer's")
-    # A subclass may have a state of its own besides, or a convolution.
+    # A subclass may also have a state of its own, or a convolution.
     surplus = sorted(held - {*carries, "own", "short_conv"}) if carries else []
     if surplus:
         raise ValueError(f"{layer}: state must not hold {surplus[0]!r}, got another mixer's")

@@ -491,10 +491,10 @@ class LatteCache(Cache):
         if in_place:
             assert first.buffers is not None
             phases = first.buffers.step_context.phases
-            if phases is not None and 0 not in phases:  # places for it are the first of a block
+            if phases is not None and 0 not in phases:  # updates come at the start of a block
                 return
         due = span.due(position, real)
-        # A graph cannot ask whether any is due, and for a step the host does not wait for a GPU.
+        # A graph cannot ask whether an update is due, and a step must not wait for a GPU.
         unread = self.captured is not None or position.device.type != "cpu"
         if in_graph or (in_place and unread) or bool(due.any()):
             self._turn(decoder, position, due)
@@ -571,7 +571,7 @@ class LatteCache(Cache):
         span = getattr(decoder, "kept_range", None)
         if span is None or recorded is None or not tokens_to_remove or self.position is None:
             return
-        # The tokens that stay were read again, and no kept keys were turned on the way.
+        # The remaining tokens were read again, and no kept keys were rotated meanwhile.
         start, stop = recorded.before.position, self.position
         at_B = torch.zeros_like(stop) if start is None else start
         at_B = (at_B + span.every - 1) // span.every * span.every

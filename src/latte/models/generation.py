@@ -49,7 +49,7 @@ class StateGenerationMixin(GenerationMixin):
                     "cache_implementation='static' needs layers with a step of decoding, "
                     "and without hooks: leave it out"
                 )
-            # As much room as for any text before, so that the compiled step is used again.
+            # At least the room of all earlier texts, so that the compiled step is used again.
             self._most_tokens = max(
                 max_cache_length,
                 getattr(generation_config, "max_cache_len", None) or 0,

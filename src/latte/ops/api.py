@@ -97,8 +97,8 @@ from latte.ops.triton_backend.launch import (
     window_unavailable,
 )
 
-# The backends of each op. They take its arguments, checked (:mod:`latte.ops.arguments`), and those
-# of latents also whether they are causal. They give the output and the final states.
+# The backends of each op. They take its checked arguments (:mod:`latte.ops.arguments`) and return
+# the output and the final states. Those of ops with latents are also told whether they are causal.
 Backends = dict[str, Callable[..., Any]]
 LATTE: Backends = {
     "reference": isolating(reference.latte_attention),
@@ -322,7 +322,7 @@ def macchiato_attention(
     chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every, form=form)
     if chosen != "reference":
         check_tangents(op, *every)
-    whole_step = step and chosen == "triton"  # by one kernel, the states too
+    whole_step = step and chosen == "triton"  # one kernel computes all, the states too
     forgotten = total_log_decay(log_decay, latents, cu_seqlens) if output_final_state else None
     if B * T == 0:
         there = (latent_q, latent_k, q, k, *(sinks or ())[:3], log_decay)
@@ -389,7 +389,7 @@ def window_log_mass(
             raise ValueError(f"{op}: expected kept tokens or initial_state, got both")
         return reference_kept.log_mass(KeptInputs(q, k, k, kept, local, sequences, None, sinks))
     seen = NO_SINKS if sinks is None else SeenSinks.of(sinks, window, sequences)
-    # Values are not read. Keys stand in their place.
+    # Values are not read, so keys are passed in their place.
     held = NO_WINDOW if tail is None else tail._replace(values=tail.keys)
     call = Window(q, k, k, *sequences[:2], *held, *seen, *local, True)  # type: ignore[call-arg, arg-type]
     return LOG_MASS(call)[0]

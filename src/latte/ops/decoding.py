@@ -25,8 +25,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 def serves(x: Tensor, most_rows: int = MOST_ROWS) -> bool:
     """The kernels take x (..., E): few rows, on a CPU, without gradients and autocast."""
-    # A step asks this for each of its kernels, so the questions are in their cheapest form. A
-    # graph for any length asks for the rows last: on a GPU another would be made for either answer.
+    # A step asks this for each of its kernels, so the checks are cheap. The number of rows is
+    # checked last: on a GPU a graph for any length would be compiled once for each answer.
     in_graph = torch.compiler.is_compiling()
     if torch.is_grad_enabled() or not (in_graph or x.numel() <= most_rows * x.size(-1)):
         return False

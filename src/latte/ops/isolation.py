@@ -36,7 +36,7 @@ from latte.ops.tensors import (
     sequence_starts,
 )
 
-# What reads the inputs of ops, by the name of the input.
+# Which outputs read a token's input, by the name of the input.
 QUERIES = ("q", "latent_q", "sink_q")  # (B, T, ...): the token alone
 SOURCES = ("k", "v", "latent_k", "log_decay", "x", "recurrence_gate", "input_gate")  # (B, T, ...)
 # (N, ...): the whole sequence
@@ -45,7 +45,7 @@ TAIL = ("tail_k", "tail_v")  # (N, P, ...): queries whose window reaches so far 
 PENDING = ("pending_k", "pending_v")  # (N, P, ...): the whole sequence
 SINKS = ("sink_k", "sink_v")  # (N, n, ...): queries that see the sink
 READ = {*QUERIES, *SOURCES, *STATES, *TAIL, *PENDING, *SINKS}
-# Where -inf is a number: it has no weight.
+# Inputs in which -inf is allowed: it means no weight.
 LOGITS = ("latent_k", "log_mass", "pending_k")
 
 Given = Mapping[str, Tensor | None]

@@ -29,7 +29,7 @@ from latte.ops import backend, cpp_backend
 from latte.ops.tensors import computation_dtype, number
 from latte.ops.torch_backend.recurrence import GATE_STRENGTH
 
-# Of single tokens: (B or 1, 1, 1, K/2), and twice that with signs.
+# Rotary tables of single tokens: (B or 1, 1, 1, K/2), and twice as wide with signs.
 TokenRotary = tuple[Tensor, Tensor]
 
 
@@ -319,7 +319,7 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _forget(log_mass: Tensor, log_decay: Tensor, real: Tensor | None) -> None:
     """The latents' log-mass after they forget, in place. At padding nothing decays.
 
-    Late latents may forget at a token at which they read no source, so this is a step of its own.
+    Delayed latents may decay at a token at which they read no source, so this is a separate step.
     """
     decay = in_dtype(log_decay, log_mass.dtype)
     log_mass.add_(decay if real is None else torch.where(real[:, None, None], decay, 0.0))

@@ -345,7 +345,7 @@ class Completions(Endpoint):
     def _likely(self, score: TokenScore) -> dict[str, float] | None:
         """The most likely tokens and the chosen one, by their texts.
 
-        Of tokens with the same text, all but one are named by their ids.
+        If several tokens have the same text, all but one are named by their ids.
         """
         if score.logprob is None:
             return None

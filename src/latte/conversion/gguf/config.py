@@ -18,9 +18,9 @@ WIDTHS = ("attention.key_length_swa", "attention.value_length", "attention.value
           "rope.dimension_count", "rope.dimension_count_swa")  # fmt: skip
 # The number of layers of the models whose queries are scaled by another width than their heads'.
 SCALED_BY_HIDDEN = {"gemma2": 46, "gemma3": 62}
-# Windows: architecture -> how many layers there are to each without one.
+# Windows: architecture -> n, where each n-th layer has no window.
 WINDOWS = {"gemma2": 2, "gemma3": 6}
-# Of Llama 3's rotation, of which a file has the frequencies' divisors alone.
+# Llama 3's scaling of the rotation. A file has only the divisors of the frequencies.
 LOW, HIGH, PRETRAINED_LENGTH = 1.0, 4.0, 8192
 
 

@@ -155,7 +155,7 @@ def _backward(x: Recurrence, dh: Tensor) -> dict[str, Tensor]:
     following = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], 1)
     g = scan(following, dh, torch.zeros_like(h0), back=True)
     if g.device.type == "cpu" and not g[:, 0].isfinite().all():
-        # Gradients that are not finite end where a gate of zero does: at another sequence.
+        # A gate of zero stops gradients that are not finite at the start of a sequence.
         bad = ~dh.isfinite()
         reached = scan(
             (following != 0).to(g.dtype), bad.to(g.dtype), torch.zeros_like(h0), back=True

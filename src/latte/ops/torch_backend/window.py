@@ -270,7 +270,7 @@ class WindowSegment:
             earlier = tail_mask[self.rows.ids]
             real_nS[:, self.pad - self.old : self.pad] = earlier[:, -self.old :]
         for x_line in (self.k_line, self.v_line):
-            # A masked key has no weight, but it may hold what is not finite.
+            # A masked key has no weight, but may hold a number that is not finite.
             self.row_tokens(x_line).masked_fill_(~real_nS[:, None, :, None], 0.0)
         around = (chunks.before * Q, chunks.after * Q)
         near = F.pad(real_nS, around).unfold(1, chunks.M, Q)[:, self.shown]
@@ -534,7 +534,7 @@ def backward(
             if part.old:
                 P = dtail.shape[1]
                 dtail[rows.ids, P - part.old :] += dx[:, part.pad - part.old : part.pad]
-    if not apart and _mixes_rows(dk):  # whatever is not finite comes by here
+    if not apart and _mixes_rows(dk):  # all numbers that are not finite pass here
         return backward(x, dout, share, apart=True)
     return Gradients(dq, dk, dv, dtail_k, dtail_v, dsink_q, dsink_k, dsink_v, dshare)
 
