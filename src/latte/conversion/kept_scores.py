@@ -59,7 +59,7 @@ class KeptFitOptions:
 
 
 class KeptRecorder:
-    """Collects, while the base runs, the input of every converted layer and what is wanted of it.
+    """Records a running base: each converted layer's input, and how much its tokens are wanted.
 
     Args:
         block: Number of tokens between two updates of what is kept.
@@ -146,7 +146,7 @@ def record_wanted(
 
 
 class KeptFit:
-    """The scores of one layer, and what they are fitted to.
+    """The scores of one layer and their targets.
 
     Args:
         index: Number of the layer.

@@ -189,7 +189,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         return StepPlan.of(self).able
 
     def make_step_plan(self) -> StepPlan:
-        """What a step of the layers as they are now calls and reads."""
+        """The modules that a step of the present layers calls, and the weights that it reads."""
         model: Any = self
         parts = [step.parts_of(layer) for layer in model.layers]
         return StepPlan(parts, [model.norm], step.LAYERS)

@@ -109,7 +109,7 @@ def tables_of(
 def turns_of(
     decoder: Any, positions: int, device: torch.device
 ) -> dict[str | None, tuple[Tensor, Tensor]]:
-    """For each kind of layer: cosines and sines (K/2,) of the angles of so many positions."""
+    """For each kind of layer: cosines and sines (K/2,) of the rotation by a number of positions."""
     place = torch.full((1, 1), positions, device=device)
     found = {}
     for kind in decoder.config.layer_kinds:

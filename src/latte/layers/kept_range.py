@@ -34,7 +34,7 @@ class KeptRange(NamedTuple):
 
     @classmethod
     def of(cls, positions: int, window: int, block: int) -> KeptRange | None:
-        """That of a base trained for so many positions; None if these are too few.
+        """The range of a base trained for a number of positions; None if these are too few.
 
         The keys that a window of ``window`` and a block of ``block`` tokens see are never turned.
         """

@@ -44,7 +44,7 @@ BEGUN: dict[type[nn.Module], Callable[[Any], Any]] = {}
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of the module does not only run the ``forward`` of its class."""
+    """Whether a call of the module runs more than the ``forward`` of its class."""
     own = module.__dict__
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
         return True

@@ -80,7 +80,7 @@ class PastKeys(NamedTuple):
         return 0 if self.mask is None else self.mask.shape[1]
 
     def and_then(self, keys: PastKeys) -> PastKeys:
-        """These keys, and those of the tokens after them."""
+        """These keys, followed by the keys of later tokens."""
         return joined(self, keys)
 
 

@@ -184,7 +184,7 @@ def state_probabilities(latent_q_BTHL: Tensor, window: bool) -> Tensor:
 
 
 def remembered(projected: Any, decay: Tensor | None) -> MixingLogits:
-    """Logits of latents without forgetting that give the same p(s|l,t)."""
+    """Key logits with which latents without decay have the same p(s|l,t)."""
     latent_k = projected.latent_k
     if latent_k is not None and decay is not None:
         latent_k = latent_k.double() - decay.double().cumsum(1)

@@ -64,7 +64,7 @@ class CapturedStep:
             refuse(f"it cannot be captured ({type(error).__name__}: {reason})")
 
     def _fits(self, inputs: dict[str, Any]) -> bool:
-        """Whether these are the captured inputs but for the tensors' values."""
+        """Whether these differ from the captured inputs in the tensors' values alone."""
         return inputs.keys() == self._inputs.keys() and all(
             _alike(x, self._inputs[name]) for name, x in inputs.items()
         )

@@ -66,7 +66,7 @@ class StateGenerationMixin(GenerationMixin):
         model_kwargs[CACHE_NAME] = cache
 
     def _captured_step(self, settings: Any, mode: Any, length: int) -> captured.CapturedStep | None:
-        """What captures the steps of ``generate``, if it is to be done."""
+        """The capture of the steps of ``generate``; None if they are not captured."""
         new = settings.max_new_tokens or length
         reason = captured.why_not(self, settings, str(getattr(mode, "value", mode)), new)
         if reason:

@@ -233,7 +233,7 @@ class LatteModel(LattePreTrainedModel):
         return StepPlan.of(self).able
 
     def make_step_plan(self) -> StepPlan:
-        """What a step of the layers as they are now calls and reads."""
+        """The modules that a step of the present layers calls, and the weights that it reads."""
         layers: Any = self.layers
         own = {type(x) for x in layers if type(x).forward is LatteBlock.forward}
         return StepPlan([layer.parts for layer in layers], [self.norm], own)

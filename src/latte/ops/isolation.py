@@ -1,4 +1,4 @@
-"""What is not finite stays in its own sequence, from its token on.
+"""Numbers that are not finite stay in their own sequence, from their token on.
 
 A weight of zero keeps no NaN or infinity out of a sum: in a matrix product they reach tokens and
 packed sequences that do not see them. The native kernels read only what a query sees, and Triton's
@@ -73,7 +73,7 @@ class View(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """Which inputs are not finite. What is masked is not counted."""
+    """Which inputs are not finite. Masked tokens do not count."""
 
     queries: Tensor  # (B, T)
     sources: Tensor  # (B, T)
@@ -155,7 +155,7 @@ class Bad(NamedTuple):
 
 
 def isolating(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """A backend's op, in which what is not finite stays in its own sequence.
+    """A backend's op, in which numbers that are not finite stay in their own sequence.
 
     The op takes arguments and, for latents, whether it is causal. It gives the output and the final
     states.

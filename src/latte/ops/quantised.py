@@ -123,7 +123,7 @@ def _not_zero(scale: Tensor) -> Tensor:
 
 @cache
 def _order_is_known(block: int) -> bool:
-    """Whether the order of PyTorch's kernel is the one that this file undoes."""
+    """Whether PyTorch's kernel has the order that this file can undo."""
     generator = torch.Generator().manual_seed(0)
     plain = torch.randint(256, (2 * block + OUTPUTS, 4), dtype=torch.uint8, generator=generator)
     with torch.no_grad():

@@ -317,7 +317,7 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _forget(log_mass: Tensor, log_decay: Tensor, real: Tensor | None) -> None:
-    """The latents' log-mass after they forget, in place. At padding nothing decays.
+    """Applies the decay to the latents' log-mass, in place. At padding nothing decays.
 
     Delayed latents may decay at a token at which they read no source, so this is a separate step.
     """

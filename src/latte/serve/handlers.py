@@ -138,7 +138,7 @@ class Endpoint:
         )
 
     def _config(self, body: Body) -> GenerationConfig:
-        """The settings of ``generate``. What a request does not say is as in the checkpoint."""
+        """The settings of ``generate``: the request's, and the checkpoint's for all others."""
         if body.get("generation_config") is not None:
             given = json.loads(body["generation_config"])
             whole = ("top_k", "max_new_tokens", "do_sample")

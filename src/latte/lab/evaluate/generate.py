@@ -163,7 +163,7 @@ def text_ends(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def keeps_state(model: Any) -> bool:
-    """Whether what it has read is a LatteCache."""
+    """Whether the model keeps what it reads in a LatteCache."""
     return carries_state(model) and hasattr(model.config, "state_grows")
 
 

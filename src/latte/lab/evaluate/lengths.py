@@ -149,7 +149,7 @@ def flat(row: Row) -> dict[str, Any]:
 
 
 def position_rows(row: Row) -> list[dict[str, Any]]:
-    """What a row says by position in its windows; `last` is the last position of each part."""
+    """A row's scores by position in its windows; `last` is the last position of each part."""
     ends = [first for first, _, _ in row.by_position[1:]] + [row.length]
     return [
         {"length": row.length, "first": first, "last": end - 1, "tokens": tokens,

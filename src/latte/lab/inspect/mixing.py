@@ -255,7 +255,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Summary:
-    """One row of summary.csv: a head. What a layer without latents does not have is None."""
+    """One row of summary.csv: a head. Numbers of latents are None in layers without latents."""
 
     layer: int
     head: int

@@ -510,7 +510,7 @@ class Segment:
         return torch.cat([part.expand(shape) for part in parts], -1)
 
     def _read(self, carry: Carry) -> None:
-        """The latents' means after each block's update, and the shares of what they are made of."""
+        """The latents' means after each block's update, and the weights of their parts."""
         x, (G, R, z) = self.x, (self.G, self.R, self.z)
         assert x.latent_k is not None
         B, there = self.B, x.late_there[:, :, self.blocks]

@@ -281,7 +281,7 @@ class WindowSegment:
 
     @staticmethod
     def _beside(near: Tensor, far: Tensor) -> Tensor:
-        """What is known of the window's columns and of the sinks', (n, shown, Q, M + S)."""
+        """Values of the window's columns, then of the sinks' columns, (n, shown, Q, M + S)."""
         return torch.cat([near.expand(*far.shape[:3], -1), far], -1)
 
     def row_tokens(self, x_line: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ class WindowSegment:
 
 
 class Block:
-    """Rows of a segment from x on: those of their chunks that are shown, from ``first`` on."""
+    """Rows of a segment from x on, and the chunks of theirs that are shown, from ``first`` on."""
 
     def __init__(self, part: WindowSegment, x: int, rows: int) -> None:
         self.part, self.x, self.rows = part, x, rows
