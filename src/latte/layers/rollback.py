@@ -61,7 +61,7 @@ class PastKeys(NamedTuple):
     A field is None if the mixer has no such keys.
 
     Attributes:
-        mask: Mask, (B, S) bool, True = a real token; None before the first token.
+        mask: Mask, (B, S) bool, True = a valid token; None before the first token.
         k: Latent key logits (B, S, H, L), or features phi(k) (B, S, H, F) for linear attention.
         local_k: Keys of the window, after the position encoding, (B, S, G, K).
         log_decay: Log-decay of the latents, (B, S, H, L).
@@ -93,7 +93,7 @@ class Recorded(NamedTuple):
     Attributes:
         before: State before the first recorded token, a :class:`latte.layers.MixerState`.
         x: Inputs of the layer, (B, S, E); None before the first token.
-        mask: Mask, (B, S) bool, True = a real token.
+        mask: Mask, (B, S) bool, True = a valid token.
         rotary: Rotary tables, (B, S, ...) each; None if the layer computes its own or has none.
     """
 

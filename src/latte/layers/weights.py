@@ -62,7 +62,7 @@ class DenseWeights:
     def mixing_logits(self: Any, x_BTE: Tensor, *given: Any, **named: Any) -> MixingLogits:
         """The logits of the weights of these tokens among themselves, for inspection.
 
-        If latents forget, the decay is folded into ``latent_k``, in fp64: latents without
+        A decay of the latents is folded into ``latent_k``, in fp64: latents without
         forgetting would have the same weights with these keys. The arguments are those of
         :meth:`Mixer.forward`.
         """

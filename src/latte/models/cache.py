@@ -89,7 +89,7 @@ class LatteCacheLayer(CacheLayerMixin):
 
     @property
     def position(self) -> Tensor | None:
-        """Number of real tokens seen, (B,) int64; not a copy if buffers hold the state."""
+        """Number of valid tokens seen, (B,) int64; not a copy if buffers hold the state."""
         if self._state is not None:
             return self._state.position
         assert self.buffers is not None
@@ -327,7 +327,7 @@ class LatteCache(Cache):
 
         Args:
             x_BTE: Embeddings of the new tokens, (B, T, E).
-            key_mask: Mask of the real tokens, (B, T) bool or None.
+            key_mask: Mask of the valid tokens, (B, T) bool or None.
             decoder: The decoder; None if a step would not give all that is wanted.
 
         Returns:
@@ -581,7 +581,7 @@ class LatteCache(Cache):
 
     @property
     def position(self) -> Tensor | None:
-        """Number of real tokens seen (without padding), (B,) int64; None before the first."""
+        """Number of valid tokens seen (without padding), (B,) int64; None before the first."""
         position = self.layers[0].position
         return None if position is None else position.clone()
 

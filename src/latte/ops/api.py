@@ -6,9 +6,9 @@ n sinks.
 
 Keywords that every op shares:
 
-* ``key_mask`` (B, T) bool, True = a real token. A masked source contributes nothing, whatever its
+* ``key_mask`` (B, T) bool, True = a valid token. A masked source contributes nothing, whatever its
   position. A query that sees no source gets zeros. A masked token between real ones keeps its place
-  in a window and in a convolution: W keys are then fewer real tokens.
+  in a window and in a convolution: W keys are then fewer valid tokens.
 * ``cu_seqlens`` (N+1,) int32: bounds of N sequences packed into one row (B = 1). They never see
   each other. States then have N entries.
 * ``initial_state``, ``output_final_state``: continue a sequence in a later call. Pass the final
@@ -583,7 +583,7 @@ def rg_lru(
         input_gate: Logits of i, (B, T, E).
         theta: Parameter of the decay, (E,).
         initial_state: State before the first token, (B or N, E). A row of zeros is the empty
-            state: that sequence then starts at its first real token.
+            state: that sequence then starts at its first valid token.
         reverse: Whether to run from the end of every sequence to its beginning.
 
     Returns:

@@ -49,10 +49,10 @@ class KeptState(NamedTuple):
         values: Values, (N, M, G, D).
         scores: Scores, (N, M, G), in fp32 (fp64 for fp64 inputs); -inf in an empty place.
         positions: Positions in the sequence, (N, M, G) int64; -1 in an empty place.
-        seen: Number of real tokens so far, (N,) int64.
+        seen: Number of valid tokens so far, (N,) int64.
         latent_keys: Latent keys, (N, M, H, L); None without latents.
         log_decay: Sum of the latents' log-decays since the token left the window, (N, M, H, L), in
-            fp32 (fp64 for fp64 inputs); None if the latents do not forget.
+            fp32 (fp64 for fp64 inputs); None without decay.
     """
 
     keys: Tensor

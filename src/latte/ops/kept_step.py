@@ -36,7 +36,7 @@ class KeptBuffers(NamedTuple):
         positions: Positions in the sequence, (B, G, M) int64; -1 in an empty place.
         latent_keys: Latent keys, (B, H, M, L); None without latents.
         log_decay: Sum of the latents' log-decays since the token left the window, (B, H, M, L), in
-            the dtype of the scores; None if the latents do not forget.
+            the dtype of the scores; None without decay.
     """
 
     keys: Tensor
@@ -109,7 +109,7 @@ def kept_step(
         q, k, v: Queries (B, H, K), keys (B, G, K) and values (B, G, D) of one token per row.
         score: Score of the token, (B, G), floating point.
         held: Tokens that are held exactly, overwritten.
-        seen: Number of real tokens before this one, (B,) int64. The caller advances it.
+        seen: Number of valid tokens before this one, (B,) int64. The caller advances it.
         real: Whether each row's token is a real one, (B,) bool; None: all are.
         count, window, block: Numbers of kept tokens, of the window's, and from one update to the
             next.

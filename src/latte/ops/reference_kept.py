@@ -41,7 +41,7 @@ class Places(NamedTuple):
     query: Tensor  # (B, T) int64: positions
     source: Tensor  # (B, S, G) int64: positions, -1 for none
     scores: Tensor  # (B, S, G)
-    seen: Tensor  # (B,) int64: real tokens before the call
+    seen: Tensor  # (B,) int64: valid tokens before the call
     after: Tensor  # (B,) int64: and with those of the call
 
     @classmethod
@@ -96,7 +96,7 @@ def _forgotten(places: Places, g_BTHL: Tensor, window: int) -> tuple[Tensor, Ten
     at_query = torch.cat([total[:, 1:], total[:, -1:]], 1)
     # There is no decay at masked tokens: take the first place with this number of valid tokens.
     seen = places.seen[:, None, None]
-    number = (places.source + window + 1 - seen).clamp(min=0)  # of the call's real tokens
+    number = (places.source + window + 1 - seen).clamp(min=0)  # of the call's valid tokens
     number = torch.minimum(number, (places.after - places.seen)[:, None, None])
     counted = F.pad(places.query + 1 - places.seen[:, None], (1, 0))  # (B, T+1), rising
     place = (counted[:, None] < number.flatten(1)[..., None]).sum(-1).view(number.shape)

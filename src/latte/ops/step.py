@@ -39,7 +39,7 @@ class Ring(NamedTuple):
     Attributes:
         keys: Keys, (B, G, W, K), contiguous.
         values: Values, (B, G, W, D), contiguous.
-        mask: Mask of the slots, (B, W) bool, True = a real token; None if all slots are real.
+        mask: Mask of the slots, (B, W) bool, True = a valid token; None if all slots are real.
     """
 
     keys: Tensor
@@ -48,14 +48,14 @@ class Ring(NamedTuple):
 
 
 class StepSinks(NamedTuple):
-    """The first n real tokens of each row, which stay visible.
+    """The first n valid tokens of each row, which stay visible.
 
     Sinks that have left the window, W or more positions ago, are further slots of its softmax.
 
     Attributes:
         keys: Keys, (B, G, n, K), contiguous.
         values: Values, (B, G, n, D), contiguous.
-        position: Number of real tokens before the current one, (B,) int64. The current token
+        position: Number of valid tokens before the current one, (B,) int64. The current token
             becomes a sink if this is less than n.
         rotary: Table that rotates the queries for the sinks; None: the same as for the window.
     """

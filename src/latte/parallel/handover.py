@@ -69,7 +69,7 @@ class Shards:
     Attributes:
         group: Processes, in the order of their tokens.
         every: Tokens of each process.
-        position: Number of real tokens before this process's, for each of its sequences, (B or N,)
+        position: Number of valid tokens before this process's, for each of its sequences, (B or N,)
             int64.
         last: Whether a token is of the packed row's last sequence, (1, T) bool; None: all are.
     """
@@ -132,7 +132,7 @@ class Shards:
         return gathered, states
 
     def of_last(self, key_mask: Tensor | None) -> Tensor | None:
-        """The real tokens of each row's last sequence, (B, T) bool; None: all are."""
+        """The valid tokens of each row's last sequence, (B, T) bool; None: all are."""
         if self.last is None or key_mask is None:
             return self.last if key_mask is None else key_mask
         return self.last & key_mask
@@ -307,7 +307,7 @@ def _rg_lru(
 ) -> State:
     """The last h (B, E) from zero, and the logarithm of the product of all decays (B, E).
 
-    A row's first real token is read in another way than those after it: whether it has been read
+    A row's first valid token is read in another way than those after it: whether it has been read
     before is known from the position.
     """
     dtype = computation_dtype(x.dtype)

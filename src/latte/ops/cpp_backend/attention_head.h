@@ -39,7 +39,7 @@ struct HeadData {
     const bool near, far, back, forgets;
     const int64_t delay;      // tokens by which latents are late
     const bool late, shared;  // latents; that share the columns of a chunk's own keys
-    int64_t heard = 0;        // the first token at which late latents have received a source
+    int64_t heard = 0;        // the first token at which delayed latents have received a source
     const int64_t column;  // of p at which latent_q begins: the window's is W - 1, latents follow
     Memory own_memory;
     std::vector<Keys> ring;
@@ -142,7 +142,7 @@ struct HeadData {
     bool real(int64_t token) const {
         return !op.mask || op.mask.at<bool>()[task.row * op.tokens() + task.begin + token];
     }
-    // Whether there is a source for latents: a real token, or a pending one before the first.
+    // Whether there is a source for latents: a valid token, or a pending one before the first.
     bool source(int64_t token) const {
         if (token >= 0) return real(token);
         return op.pending_k && op.pending_mask.at<bool>()[(task.n + 1) * delay + token];

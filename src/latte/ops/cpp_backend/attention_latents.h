@@ -169,7 +169,7 @@ struct LatentHead : WindowHead {
         while (heard < task.count && !source(heard - delay)) ++heard;
     }
 
-    // Adds to the outputs the sources that late latents received in a run, up to a query's own
+    // Adds to the outputs the sources that delayed latents received in a run, up to a query's own
     // source.
     void with_late(const LatentRun& run, bool strange) {
         const int64_t begin = run.begin, together = strange ? 1 : ROWS;

@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     source: Tensor | None  # (B, S) which of the state's slots and the tokens it is, -1 for none
     old: int  # slots of the state, 0 without one
     T: int
-    before: Tensor  # (N,) real tokens of each sequence before the call
+    before: Tensor  # (N,) valid tokens of each sequence before the call
     counts: Tensor  # (N,) in the call
     start: Tensor  # (N,) first slot of the block in which the call begins
     ids: Tensor | None  # (T,) packed sequence of each token
@@ -811,7 +811,7 @@ class Decays(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, latents: KeptLatents, state: KeptState | None) -> Decays | None:
-        """The sums of a call; None if the latents do not forget."""
+        """The sums of a call; None without decay."""
         if latents.log_decay is None:
             return None
         g = latents.log_decay.double()

@@ -80,7 +80,7 @@ def rg_lru(call: RGLRU) -> tuple[Tensor, Tensor]:
 def _first_tokens(
     B: int, T: int, h0_NE: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """(B, T) bool: the first real token of every sequence that has not begun before."""
+    """(B, T) bool: the first valid token of every sequence that has not begun before."""
     ids = None if cu_seqlens is None else sequence_ids(cu_seqlens, T)
     if key_mask is None:
         position = torch.arange(T, device=h0_NE.device)
