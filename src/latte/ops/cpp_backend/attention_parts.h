@@ -7,7 +7,7 @@
 //
 //     top = max(top_a + G, top_b),  m = e^{top_a + G - top} m_a + e^{top_b - top} m_b,  U as m
 //
-// with G the later part's total log-decay. Backward the same holds for R and its scalar, from the end.
+// with G the later part's total log-decay. Backward, R and its scalar are merged from the end.
 // There a part needs p and <dy, v> too. The gradients of keys before a part are kept apart, and
 // added when all parts are done.
 
