@@ -1,4 +1,4 @@
-"""What a state keeps of single tokens: to take them back, and for weights over the past.
+"""Records of single tokens in a state: for a rollback, and for weights over the past.
 
 Shape suffixes: B batch, S tokens, T new tokens, H query heads, G key/value heads, L latents per
 head, K key width, F feature width, E hidden size.
@@ -87,7 +87,7 @@ class PastKeys(NamedTuple):
 class Recorded(NamedTuple):
     """The state before the first recorded token, and what the layer was given for each token.
 
-    A token cannot be subtracted from a state. To take tokens back, the layer reads the others
+    A token cannot be subtracted from a state. In a rollback the layer reads the other tokens
     again from the earlier state (:func:`rollback`).
 
     Attributes:
@@ -115,7 +115,7 @@ class Recorded(NamedTuple):
 
 
 def rollback(state: Any, tokens: int, read: Callable[..., Any]) -> Any:
-    """Take the last ``tokens`` tokens back. The result goes on recording, from where it stands.
+    """Remove the last ``tokens`` tokens. The result goes on recording from there.
 
     Args:
         state: :class:`latte.layers.MixerState` that has recorded these tokens.
