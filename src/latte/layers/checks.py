@@ -31,7 +31,7 @@ def check_choice(layer: str, name: str, value: str, choices: tuple[str, ...]) ->
 
 
 def check_input(layer: str, x: Tensor, hidden_size: int, weight: Any = None) -> None:
-    """The shape of a layer's input; beside one of the layer's weights, its dtype and device too.
+    """Check the shape of a layer's input; with one of the layer's weights, also dtype and device.
 
     Under autocast a layer casts for itself. Quantised weights have a dtype of their own, or are no
     tensors. Weights that are loaded when they are needed are on the device "meta" until then.

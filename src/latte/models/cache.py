@@ -375,7 +375,7 @@ class LatteCache(Cache):
             self._fill_buffers(masked=True)
 
     def forget_step(self) -> None:
-        """Be as before the step that was begun, of which nothing was computed."""
+        """Return to the state before a step that was begun and computed nothing."""
         self.unfinished, self.step = False, None
         for layer in self.layers:
             if layer.buffers is not None:
@@ -477,7 +477,7 @@ class LatteCache(Cache):
     # --- kept keys ------------------------------------------------------------------------------
 
     def turn_kept(self, decoder: Any, real: Tensor | None) -> None:
-        """Turn far kept keys where a row's next token stands at a place for it.
+        """Turn far kept keys of rows whose next token is at a place where keys are turned.
 
         Args:
             decoder: The decoder, with ``kept_range`` and ``kept_turns``.
@@ -550,8 +550,8 @@ class LatteCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens. 0 forgets which tokens were recorded.
 
-        A state of constant size cannot give tokens back. Its layer reads the recorded tokens that
-        stay once more, from the state before them.
+        Tokens cannot be removed from a state of constant size. Its layer reads the remaining
+        recorded tokens again, from the state before them.
 
         Raises:
             ValueError: The number is positive, there are fewer tokens, they were not recorded, or

@@ -212,7 +212,7 @@ def latte_attention(
 
 
 def _forgotten(call: Any) -> Any:
-    """The call of a single token, whose decay is applied to the state: backends need none."""
+    """A single token's call, with its decay applied to the state: backends then need no decay."""
     mass = call.log_mass
     return call._replace(
         log_mass=None if mass is None else mass + call.log_decay[:, 0], log_decay=None

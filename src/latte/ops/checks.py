@@ -422,7 +422,7 @@ def check_partition(op: str, partition: Partition | None) -> Partition:
 
 
 def sinks_alone(op: str, partition: Partition | None, kept: bool = False) -> Sinks | None:
-    """The sinks of a window without latents, where there may be ``kept`` tokens, and no more."""
+    """The sinks of a window without latents. Only ``kept`` tokens are allowed beside them."""
     sinks, delay, joint, chosen = check_partition(op, partition)
     if delay or joint:
         raise ValueError(
@@ -471,7 +471,7 @@ def check_sinks(
 def check_parameter(
     op: str, inputs: Tensor, sizes: dict[str, int], name: str, x: Tensor, letters: str
 ) -> None:
-    """A parameter has this shape, a floating dtype, whichever, and the device of the inputs."""
+    """A parameter has this shape, any floating dtype, and the device of the inputs."""
     check_shape(op, name, x, letters, sizes)
     if x.dtype not in FLOATS:
         raise ValueError(f"{op}: {name} must be floating point, got {x.dtype}")

@@ -340,8 +340,8 @@ def first_tokens(
 ) -> WindowState:
     """The first ``count`` valid tokens of every sequence, (N, n, ...), to be its sinks.
 
-    They are those for these tokens and for the state after them. A query does not see a sink that
-    comes later than the query. ``earlier`` are those before these tokens.
+    They are the sinks of these tokens and of the state after them. A query does not see sinks that
+    come after it. ``earlier`` are the sinks among the earlier tokens.
     """
     (B, T), real_BT = k_BTGK.shape[:2], real_tokens(k_BTGK, key_mask)
     if cu_seqlens is not None:

@@ -140,7 +140,7 @@ def _gemma(file: GgufFile, default_scale: int, width: int, layers: int) -> dict[
 
 
 def _layer_types(file: GgufFile, layers: int) -> list[str]:
-    """Which layers have a window: one flag a layer, or every how many layers there is none."""
+    """Which layers have a window: from a flag for each layer, or n: each n-th layer has none."""
     key = file.key("attention.sliding_window_pattern")
     found = file.metadata.get(key, WINDOWS[file.architecture])
     if isinstance(found, int) and not isinstance(found, bool) and found >= 0:

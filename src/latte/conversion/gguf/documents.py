@@ -88,9 +88,9 @@ def token_types(file: GgufFile) -> list[int]:
 
 
 def document_ends(file: GgufFile) -> Ends:
-    """What begins and ends documents: as in pretraining, not as in chats.
+    """The tokens that begin and end documents in pretraining.
 
-    A tuned model's file names the marks of a chat's turns. Text in training ended otherwise.
+    A tuned model's file names the marks of a chat's turns instead.
     """
     tokens, prefix = file.tokens, "tokenizer.chat_template"
     templates = {

@@ -190,7 +190,7 @@ class LatteSegment:
     ) -> tuple[Any, ...]:
         """(p dp, dk, dv, dA, dmu), the last two of the state before, None if there is none.
 
-        Where the latents forget the gradient of that follows dv.
+        With decay its gradient follows dv.
         """
         runs = [self.run_from(0, state, 0)]
         while runs[-1].span.stop < self.S:
