@@ -285,7 +285,7 @@ def picked(options: Namespace, *names: str) -> dict[str, Any]:
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of these options that were given. They have no default, but for switches."""
+    """The options, of these names, that were given. Only switches have a default."""
     return {k: value for k, value in options.items() if value is not None and value is not False}
 
 

@@ -21,7 +21,7 @@ OVERRIDES = {"nargs": "*", "metavar": "key=value"}
 
 
 def has_default(action: argparse.Action) -> bool:
-    """Whether an option has a default to show. Else its text says what is done without it."""
+    """Whether an option has a default to show. Otherwise its text says what happens without it."""
     return action.default not in (None, argparse.SUPPRESS, False, "", [])
 
 

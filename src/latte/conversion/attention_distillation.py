@@ -30,7 +30,7 @@ SAMPLE_EVERY = 4  # the mass of every fourth query is computed
 
 
 def relative_error(out_BTE: Tensor, target_BTE: Tensor, real_BT: Tensor) -> Tensor:
-    """``sum |out - target|^2 / sum |target|^2`` over real tokens, at least fp32."""
+    """``sum |out - target|^2 / sum |target|^2`` over valid tokens, at least fp32."""
     out, target = _wide(out_BTE), _wide(target_BTE)
     real = real_BT[..., None].to(out.dtype)
     size = (target.square() * real).sum()
@@ -38,7 +38,7 @@ def relative_error(out_BTE: Tensor, target_BTE: Tensor, real_BT: Tensor) -> Tens
 
 
 def mass_divergence(latent_q: Tensor, mass_BTH: Tensor, real_BT: Tensor) -> Tensor:
-    """KL of Bernoulli(m) from Bernoulli(p(l=0)), a mean over real tokens and heads."""
+    """KL of Bernoulli(m) from Bernoulli(p(l=0)), a mean over valid tokens and heads."""
     odds = window_odds(latent_q)
     mass = mass_BTH.to(odds.dtype).clamp(0.0, 1.0)
     cross = F.binary_cross_entropy_with_logits(odds, mass, reduction="none")

@@ -43,7 +43,7 @@ class MacchiatoFields(ConvertedFields):
         partial(check_one, choices=MIXINGS),
     )
     # The others have the base's own attention. They either have a window of their own, or are kept
-    # layers of full attention (`keep_layers`), whose state grows with the text, but for
+    # layers of full attention (`keep_layers`), whose state grows with the text, except for
     # `kept_window`.
     converted_layers: Sequence[int] | None = option(
         None, "layers with a window and latents, by number from 0", none="all"

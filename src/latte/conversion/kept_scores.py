@@ -1,12 +1,12 @@
 """Which tokens to keep: each layer's scores, fitted to what its base looks at again.
 
-The base runs over rows of tokens. For every source s that has left the window, each layer of it
-says how much a later query wanted the source: the largest ``a_ts |v_s|`` of a group's heads and of
-the queries t that no longer have s in their window. The layer's scores
+The base runs over rows of tokens. For every source s that has left the window, each layer records
+how much later queries wanted it: the largest ``a_ts |v_s|`` of a group's heads and of the queries t
+that no longer have s in their window. The layer's scores
 (:class:`latte.layers.kept_scores.KeptScores`) are maps of its input x, so a layer is fitted alone,
 without the base. Its loss is listwise: the cross-entropy of softmax(scores) and the sources' shares
-of what is wanted. A list is of several rows, since texts in use are longer than rows, and have more
-sources that nobody wants.
+of what is wanted. A list has the sources of several rows, because texts in use are longer than rows
+and have more sources that nobody wants.
 
 Shape suffixes: B batch, T tokens, E hidden size, G key/value heads, R query heads of one, K head
 width, C queries of a block, S sources.
@@ -59,7 +59,7 @@ class KeptFitOptions:
 
 
 class KeptRecorder:
-    """Collects, while the base runs, the input of every converted layer and what is wanted of it.
+    """Records a running base: each converted layer's input, and how much its tokens are wanted.
 
     Args:
         block: Number of tokens between two updates of what is kept.
@@ -146,7 +146,7 @@ def record_wanted(
 
 
 class KeptFit:
-    """The scores of one layer, and what they are fitted to.
+    """The scores of one layer and their targets.
 
     Args:
         index: Number of the layer.

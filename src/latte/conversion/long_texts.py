@@ -74,7 +74,7 @@ def in_parts(
     wanted = cache is not None or wants_cache(decoder, use_cache)
     cache = LatteCache(decoder.config) if cache is None else cache
     past, T = cache.get_seq_length(), tokens.shape[1]
-    # That of a static cache may be of the new tokens alone.
+    # A static cache's mask may cover the new tokens alone.
     before = 0 if mask is None or mask.shape[1] == T else past
     names = kwargs.pop("return_dict", None)
     found = []

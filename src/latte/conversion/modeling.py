@@ -107,9 +107,9 @@ class MacchiatoDecoder(MacchiatoPreTrained):
 
         Args:
             input_ids: Token ids, (B, T).
-            attention_mask: Mask, (B, P + T), 1 = a real token. It includes the cached tokens. With
+            attention_mask: Mask, (B, P + T), 1 = a valid token. It includes the cached tokens. With
                 a cache, pad on the left of the first call: see :class:`latte.models.LatteModel`.
-            position_ids: Positions, (B, T). By default the real tokens of each sequence are
+            position_ids: Positions, (B, T). By default the valid tokens of each sequence are
                 counted.
             past_key_values: :class:`latte.models.LatteCache`, read and updated.
             inputs_embeds: Embeddings, (B, T, E), instead of ``input_ids``.
@@ -189,7 +189,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         return StepPlan.of(self).able
 
     def make_step_plan(self) -> StepPlan:
-        """What a step of the layers as they are now calls and reads."""
+        """The modules that a step of the present layers calls, and the weights that it reads."""
         model: Any = self
         parts = [step.parts_of(layer) for layer in model.layers]
         return StepPlan(parts, [model.norm], step.LAYERS)

@@ -228,7 +228,7 @@ def converted_config(base: str | Path, values: dict[str, Any]) -> Any:
 
 
 def _origin(base: str | Path) -> str:
-    """A base's name on the Hub, or of its folder alone: the way to it is its user's."""
+    """A base's name on the Hub, or its folder's name without the path, which is private."""
     return Path(base).resolve().name if Path(base).exists() else str(base)
 
 

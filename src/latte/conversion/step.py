@@ -25,7 +25,7 @@ from latte.ops import decoding
 from latte.ops.tensors import computation_dtype
 from latte.ops.widened import widened
 
-# What a layer's rotation depends on: its kind, and the width of its window.
+# A layer's rotation depends on its kind and on the width of its window.
 Table = tuple[str | None, int]
 
 
@@ -109,7 +109,7 @@ def tables_of(
 def turns_of(
     decoder: Any, positions: int, device: torch.device
 ) -> dict[str | None, tuple[Tensor, Tensor]]:
-    """For each kind of layer: cosines and sines (K/2,) of the angles of so many positions."""
+    """For each kind of layer: cosines and sines (K/2,) of the rotation by a number of positions."""
     place = torch.full((1, 1), positions, device=device)
     found = {}
     for kind in decoder.config.layer_kinds:
@@ -117,7 +117,7 @@ def turns_of(
         like = torch.zeros(1, 1, 1, device=device)
         [table] = rotary_tables(decoder.rotary_emb, like, place, (), *own)
         cos, sin = (x[0, 0, : x.shape[-1] // 2] for x in table)
-        factor = torch.hypot(cos, sin)  # that of the base's attention, for each key once
+        factor = torch.hypot(cos, sin)  # the base's rotation, once for each key
         found[kind] = cos / factor, sin / factor
     return found
 

@@ -187,7 +187,7 @@ def apply_latents(
     tokenizer = None if target is None else load_tokenizer(base)
     model = load_base(base, config, dtype=dtype)
     sample, own = tensors.pop("sample"), _base_sample(model)
-    # The file's weights and these may be of one GGUF file, in different dtypes.
+    # Both may come from one GGUF file, in different dtypes.
     rounding = max(torch.finfo(kind).eps for kind in (about.dtype, model.dtype))
     if sample.shape != own.shape or not torch.allclose(sample, own, rtol=rounding, atol=1e-7):
         raise LatteError(
@@ -259,7 +259,7 @@ def _check(path: str | Path, weights: Mapping[str, Tensor], model: Any) -> None:
         if found is None or tuple(found.shape) != shape or not found.is_floating_point():
             got = "none" if found is None else f"{tuple(found.shape)} of {found.dtype}"
             raise damaged(path, KIND, f"{name}: expected {shape} of floating point, got {got}")
-    # Of layers that the file converts, and of scores where nothing is kept now.
+    # Weights of layers that the file converts, and scores of layers that keep no tokens now.
     unused = [f".layers.{layer}." for layer in model.config.keep_layers] + [".kept_scores."]
     for name in weights.keys() - expected.keys():
         if NEW_WEIGHTS not in name or not any(part in f".{name}" for part in unused):

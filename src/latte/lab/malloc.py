@@ -31,9 +31,9 @@ def keep_memory() -> bool:
     glibc = _glibc()
     if glibc is None or os.environ.get("LATTE_KEEP_MEMORY") == "0":
         return False
-    # No piece from a mapping of its own, and free memory at the end of the heap is not given back
-    # (-1 is the largest size). The heaps of other threads hold 64 MB at most: what is larger would
-    # be mapped all the same, so that all threads share the one heap.
+    # No block gets a mapping of its own, and free memory at the end of the heap is not given back
+    # (-1 is the largest size). All threads share one heap, because other heaps hold 64 MB at most,
+    # and larger blocks would be mapped again.
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_ARENA_MAX, 1))
     return all([glibc.mallopt(name, value) for name, value in settings])
 

@@ -31,7 +31,7 @@ def check_choice(layer: str, name: str, value: str, choices: tuple[str, ...]) ->
 
 
 def check_input(layer: str, x: Tensor, hidden_size: int, weight: Any = None) -> None:
-    """The shape of a layer's input; beside one of the layer's weights, its dtype and device too.
+    """Check the shape of a layer's input; with one of the layer's weights, also dtype and device.
 
     Under autocast a layer casts for itself. Quantised weights have a dtype of their own, or are no
     tensors. Weights that are loaded when they are needed are on the device "meta" until then.
@@ -64,7 +64,7 @@ def check_state(layer: str, state: Any, kind: Any, carries: tuple[str, ...], pac
     lacking = [part for part in carries if part not in held]
     if held and lacking:
         raise ValueError(f"{layer}: state must hold {lacking[0]!r}, got another mixer's")
-    # A subclass may have a state of its own besides, or a convolution.
+    # A subclass may also have a state of its own, or a convolution.
     surplus = sorted(held - {*carries, "own", "short_conv"}) if carries else []
     if surplus:
         raise ValueError(f"{layer}: state must not hold {surplus[0]!r}, got another mixer's")

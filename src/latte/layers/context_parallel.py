@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class ShardedOps(Protocol):
-    """Runs an op on this process's tokens, after those of the processes before it."""
+    """Runs an op on this process's tokens, which follow the tokens of the processes before it."""
 
     def run(self, op: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Any, Any]:
         """Output and final state of the op, whose ``initial_state`` comes from elsewhere."""

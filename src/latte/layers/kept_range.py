@@ -4,8 +4,8 @@ A kept token may be further from a query than any two tokens were in the base's 
 keys and queries then have logits that mean nothing, and the whole text is lost. So far keys are
 turned: at each position that is a multiple of ``every``, kept keys of tokens more than ``reach``
 before it are rotated by ``every`` positions, as if they stood that much later. No distance is then
-larger than ``reach + every``, the range. Tokens that stand side by side, such as the digits of a
-number, stay so but at few places. Texts within the range are read as without this.
+larger than ``reach + every``, the range. Neighbouring tokens, such as the digits of a number, are
+turned together, except at few places. Texts within the range do not change.
 
 Shape suffixes: B batch, K key width.
 """
@@ -34,7 +34,7 @@ class KeptRange(NamedTuple):
 
     @classmethod
     def of(cls, positions: int, window: int, block: int) -> KeptRange | None:
-        """That of a base trained for so many positions; None if these are too few.
+        """The range of a base trained for a number of positions; None if these are too few.
 
         The keys that a window of ``window`` and a block of ``block`` tokens see are never turned.
         """

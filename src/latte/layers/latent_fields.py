@@ -196,7 +196,7 @@ class LatentFields:
                 check(each.name, value)
 
     def lists_to_tuples(self) -> None:
-        """Make tuples of lists, as which JSON has them."""
+        """Make tuples of the lists that JSON has in their place."""
         for each in options_of(self):
             if isinstance(value := getattr(self, each.name), list):
                 setattr(self, each.name, tuple(value))
@@ -250,7 +250,7 @@ class ConvertedFields(PartitionFields):
 class ConversionOptions(ConvertedFields):
     """Options of a new conversion. Defaults that differ from the configuration's come first.
 
-    The configuration's are those of models that were saved before an option existed.
+    The configuration's defaults keep the meaning of models saved before an option existed.
     """
 
     num_latents: int | None = with_default(ConvertedFields, "num_latents", None)

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from latte.ops import decoding
 
-# The parameters that kernels read, of each class in whose place they stand.
+# The parameters that kernels read, by the class of module that they replace.
 READ: dict[type[nn.Module], tuple[str, ...]] = {nn.Linear: ("weight",)}
 
 
@@ -27,24 +27,24 @@ class NormKind(NamedTuple):
 
 
 NORMS: dict[type[nn.Module], NormKind] = {}
-# The kernels in the place of gated networks, by class; None: the class of ``act_fn`` says which.
+# The kernels that replace gated networks, by class; None: the class of ``act_fn`` says which.
 GATED: dict[type[nn.Module], Callable[..., Tensor] | None] = {}
 ACTIVATIONS: dict[type[nn.Module], Callable[..., Tensor]] = {}
-# Of maps with other weights than those that the kernels read, by class: from the module, what gives
-# its output for few rows (B, E) without the cost of a module's call.
+# Maps whose weights the kernels cannot read, by class: a function of the module that returns a
+# callable for few rows (B, E), which is cheaper than calling the module.
 MAPS: dict[type[nn.Module], Callable[[Any], Callable[[Tensor], Tensor]]] = {}
-# Of maps with weights in 4 and 8 bits, by class: from the module, its integers and their scales if
-# the kernels of quantised maps read them, else None.
+# Maps with weights in 4 and 8 bits, by class: a function of the module that returns its integers
+# and scales, or None if the kernels of quantised maps cannot read them.
 INTEGERS: dict[type[nn.Module], Callable[[Any], tuple[Tensor, Tensor] | None]] = {}
 
 
-# Mixers whose projections one kernel computes, by class: from the mixer, its latents, or None if
-# the projections are not the kernel's.
+# Mixers whose projections one kernel computes, by class: a function of the mixer that returns its
+# latents, or None if the kernel does not compute its projections.
 BEGUN: dict[type[nn.Module], Callable[[Any], Any]] = {}
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of the module does not only run the ``forward`` of its class."""
+    """Whether a call of the module runs more than the ``forward`` of its class."""
     own = module.__dict__
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
         return True

@@ -206,5 +206,5 @@ class RGLRU(InitializedModule):
 
 
 READ |= {BlockDiagonalLinear: ("weight", "bias"), RGLRU: ("theta",)}
-# What one kernel does in a step: both gates, the recurrence, and the norm of its state.
+# One kernel computes both gates, the recurrence, and the norm of its state.
 STEP_KINDS = BlockDiagonalLinear, BlockDiagonalLinear, RGLRU, RMSNorm

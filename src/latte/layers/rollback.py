@@ -1,4 +1,4 @@
-"""What a state keeps of single tokens: to take them back, and for weights over the past.
+"""Records of single tokens in a state: for a rollback, and for weights over the past.
 
 Shape suffixes: B batch, S tokens, T new tokens, H query heads, G key/value heads, L latents per
 head, K key width, F feature width, E hidden size.
@@ -61,7 +61,7 @@ class PastKeys(NamedTuple):
     A field is None if the mixer has no such keys.
 
     Attributes:
-        mask: Mask, (B, S) bool, True = a real token; None before the first token.
+        mask: Mask, (B, S) bool, True = a valid token; None before the first token.
         k: Latent key logits (B, S, H, L), or features phi(k) (B, S, H, F) for linear attention.
         local_k: Keys of the window, after the position encoding, (B, S, G, K).
         log_decay: Log-decay of the latents, (B, S, H, L).
@@ -80,20 +80,20 @@ class PastKeys(NamedTuple):
         return 0 if self.mask is None else self.mask.shape[1]
 
     def and_then(self, keys: PastKeys) -> PastKeys:
-        """These keys, and those of the tokens after them."""
+        """These keys, followed by the keys of later tokens."""
         return joined(self, keys)
 
 
 class Recorded(NamedTuple):
     """The state before the first recorded token, and what the layer was given for each token.
 
-    A token cannot be subtracted from a state. To take tokens back, the layer reads the others
+    A token cannot be subtracted from a state. In a rollback the layer reads the other tokens
     again from the earlier state (:func:`rollback`).
 
     Attributes:
         before: State before the first recorded token, a :class:`latte.layers.MixerState`.
         x: Inputs of the layer, (B, S, E); None before the first token.
-        mask: Mask, (B, S) bool, True = a real token.
+        mask: Mask, (B, S) bool, True = a valid token.
         rotary: Rotary tables, (B, S, ...) each; None if the layer computes its own or has none.
     """
 
@@ -115,7 +115,7 @@ class Recorded(NamedTuple):
 
 
 def rollback(state: Any, tokens: int, read: Callable[..., Any]) -> Any:
-    """Take the last ``tokens`` tokens back. The result goes on recording, from where it stands.
+    """Remove the last ``tokens`` tokens. The result goes on recording from there.
 
     Args:
         state: :class:`latte.layers.MixerState` that has recorded these tokens.

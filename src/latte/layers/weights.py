@@ -62,7 +62,7 @@ class DenseWeights:
     def mixing_logits(self: Any, x_BTE: Tensor, *given: Any, **named: Any) -> MixingLogits:
         """The logits of the weights of these tokens among themselves, for inspection.
 
-        If latents forget, the decay is folded into ``latent_k``, in fp64: latents without
+        A decay of the latents is folded into ``latent_k``, in fp64: latents without
         forgetting would have the same weights with these keys. The arguments are those of
         :meth:`Mixer.forward`.
         """
@@ -184,7 +184,7 @@ def state_probabilities(latent_q_BTHL: Tensor, window: bool) -> Tensor:
 
 
 def remembered(projected: Any, decay: Tensor | None) -> MixingLogits:
-    """Logits of latents without forgetting that give the same p(s|l,t)."""
+    """Key logits with which latents without decay have the same p(s|l,t)."""
     latent_k = projected.latent_k
     if latent_k is not None and decay is not None:
         latent_k = latent_k.double() - decay.double().cumsum(1)

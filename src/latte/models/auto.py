@@ -79,7 +79,7 @@ _FILL: dict[str, Callable[[], None]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the two modules with the tables as ever, and has them filled once they have run."""
+    """Finds the two modules with the tables as usual, and fills them after they have run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -99,7 +99,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Fill the tables that are there, and the others once they are."""
+    """Fill the tables that are loaded, and the others when they are loaded."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     last_names = ((CONFIGS, "AutoConfig"), (MODELS, "AutoModelForCausalLM"))

@@ -89,7 +89,7 @@ class LatteCacheLayer(CacheLayerMixin):
 
     @property
     def position(self) -> Tensor | None:
-        """Number of real tokens seen, (B,) int64; not a copy if buffers hold the state."""
+        """Number of valid tokens seen, (B,) int64; not a copy if buffers hold the state."""
         if self._state is not None:
             return self._state.position
         assert self.buffers is not None
@@ -327,7 +327,7 @@ class LatteCache(Cache):
 
         Args:
             x_BTE: Embeddings of the new tokens, (B, T, E).
-            key_mask: Mask of the real tokens, (B, T) bool or None.
+            key_mask: Mask of the valid tokens, (B, T) bool or None.
             decoder: The decoder; None if a step would not give all that is wanted.
 
         Returns:
@@ -375,7 +375,7 @@ class LatteCache(Cache):
             self._fill_buffers(masked=True)
 
     def forget_step(self) -> None:
-        """Be as before the step that was begun, of which nothing was computed."""
+        """Return to the state before a step that was begun and computed nothing."""
         self.unfinished, self.step = False, None
         for layer in self.layers:
             if layer.buffers is not None:
@@ -477,7 +477,7 @@ class LatteCache(Cache):
     # --- kept keys ------------------------------------------------------------------------------
 
     def turn_kept(self, decoder: Any, real: Tensor | None) -> None:
-        """Turn far kept keys where a row's next token stands at a place for it.
+        """Turn far kept keys of rows whose next token is at a place where keys are turned.
 
         Args:
             decoder: The decoder, with ``kept_range`` and ``kept_turns``.
@@ -491,10 +491,10 @@ class LatteCache(Cache):
         if in_place:
             assert first.buffers is not None
             phases = first.buffers.step_context.phases
-            if phases is not None and 0 not in phases:  # places for it are the first of a block
+            if phases is not None and 0 not in phases:  # updates come at the start of a block
                 return
         due = span.due(position, real)
-        # A graph cannot ask whether any is due, and for a step the host does not wait for a GPU.
+        # A graph cannot ask whether an update is due, and a step must not wait for a GPU.
         unread = self.captured is not None or position.device.type != "cpu"
         if in_graph or (in_place and unread) or bool(due.any()):
             self._turn(decoder, position, due)
@@ -550,8 +550,8 @@ class LatteCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens. 0 forgets which tokens were recorded.
 
-        A state of constant size cannot give tokens back. Its layer reads the recorded tokens that
-        stay once more, from the state before them.
+        Tokens cannot be removed from a state of constant size. Its layer reads the remaining
+        recorded tokens again, from the state before them.
 
         Raises:
             ValueError: The number is positive, there are fewer tokens, they were not recorded, or
@@ -571,7 +571,7 @@ class LatteCache(Cache):
         span = getattr(decoder, "kept_range", None)
         if span is None or recorded is None or not tokens_to_remove or self.position is None:
             return
-        # The tokens that stay were read again, and no kept keys were turned on the way.
+        # The remaining tokens were read again, and no kept keys were rotated meanwhile.
         start, stop = recorded.before.position, self.position
         at_B = torch.zeros_like(stop) if start is None else start
         at_B = (at_B + span.every - 1) // span.every * span.every
@@ -581,7 +581,7 @@ class LatteCache(Cache):
 
     @property
     def position(self) -> Tensor | None:
-        """Number of real tokens seen (without padding), (B,) int64; None before the first."""
+        """Number of valid tokens seen (without padding), (B,) int64; None before the first."""
         position = self.layers[0].position
         return None if position is None else position.clone()
 

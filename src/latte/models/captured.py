@@ -43,7 +43,7 @@ class CapturedStep:
             self._capture(model, inputs, cache)
         if self._replay is None or not self._fits(inputs):
             output = model(**inputs)
-            # The first step fills what is kept between calls, and shows that it is done in place.
+            # The first step fills the buffers that stay, and shows whether it writes in place.
             self._warm = all(layer.is_written_in_place for layer in cache.layers)
             return output
         for name, x in inputs.items():
@@ -64,7 +64,7 @@ class CapturedStep:
             refuse(f"it cannot be captured ({type(error).__name__}: {reason})")
 
     def _fits(self, inputs: dict[str, Any]) -> bool:
-        """Whether these are the captured inputs but for the tensors' values."""
+        """Whether these differ from the captured inputs in the tensors' values alone."""
         return inputs.keys() == self._inputs.keys() and all(
             _alike(x, self._inputs[name]) for name, x in inputs.items()
         )
@@ -118,7 +118,7 @@ def why_not(model: Any, settings: Any, mode: str, new_tokens: int) -> str | None
         return ""  # another backend was named
     decoder = model.model
     if any(decoder.config.state_grows(index) for index in range(decoder.config.num_hidden_layers)):
-        return ""  # its static cache would read all places, and not only those of tokens
+        return ""  # its static cache would read empty places too
     if mode not in ("greedy_search", "sample"):
         return f"expected greedy search or sampling, got {mode}"
     if settings.is_assistant:

@@ -305,7 +305,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "linear++": {"mixer": "linear", **_PLAIN},
 }
 
-# Beyond the paper: latents that forget, and blocks that are a gated mixer alone.
+# Beyond the paper: latents with decay, and blocks that are a gated mixer alone.
 _BEYOND = {
     f"{name}-f++": {**_PRESETS[f"{name}++"], "forgetting": "gated"}
     for name in ("latte-conv-swa", "latte-r-swa")

@@ -49,7 +49,7 @@ class StateGenerationMixin(GenerationMixin):
                     "cache_implementation='static' needs layers with a step of decoding, "
                     "and without hooks: leave it out"
                 )
-            # As much room as for any text before, so that the compiled step is used again.
+            # At least the room of all earlier texts, so that the compiled step is used again.
             self._most_tokens = max(
                 max_cache_length,
                 getattr(generation_config, "max_cache_len", None) or 0,
@@ -66,7 +66,7 @@ class StateGenerationMixin(GenerationMixin):
         model_kwargs[CACHE_NAME] = cache
 
     def _captured_step(self, settings: Any, mode: Any, length: int) -> captured.CapturedStep | None:
-        """What captures the steps of ``generate``, if it is to be done."""
+        """The capture of the steps of ``generate``; None if they are not captured."""
         new = settings.max_new_tokens or length
         reason = captured.why_not(self, settings, str(getattr(mode, "value", mode)), new)
         if reason:

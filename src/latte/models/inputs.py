@@ -27,7 +27,7 @@ class DecoderInputs(NamedTuple):
 
     Args:
         x_BTE: Embeddings of the new tokens, (B, T, E), as the table has them.
-        key_mask: Mask of the real tokens among them, (B, T) bool; None if all are real.
+        key_mask: Mask of the valid tokens among them, (B, T) bool; None if all are real.
         position_ids: Positions, (B, T), as given or as the cache counts them in a step; else None.
         cu_seq_lens: Bounds of packed sequences, (N + 1,) int32, as given or as found; else None.
         cache: Cache to read and to fill; None without one.
@@ -44,14 +44,14 @@ class DecoderInputs(NamedTuple):
     buffers: list[StepState] | None = None
 
     def positions(self) -> Tensor:
-        """The positions, (B, T). If there are none, the real tokens are counted."""
+        """The positions, (B, T). If there are none, the valid tokens are counted."""
         if self.position_ids is not None:
             return self.position_ids
         return token_positions(self.x_BTE, self.key_mask, self.cu_seq_lens, self.start)
 
     @property
     def start(self) -> Tensor | None:
-        """Number of real tokens before these, (B or N,) int64; None is 0."""
+        """Number of valid tokens before these, (B or N,) int64; None is 0."""
         if self.cache is not None:
             return self.cache.position
         return None if self.shards is None else self.shards.position
@@ -253,7 +253,7 @@ def check_mask_shape(attention_mask: Tensor, B: int, past: int, T: int) -> None:
 def check_padding(attention_mask: Tensor, key_mask: Tensor, cache: LatteCache) -> None:
     """Raise ValueError if padding stands between a row's cached tokens and its new ones.
 
-    Windows and convolutions would hold it in the places of real tokens. Single tokens are not
+    Windows and convolutions would hold it in the places of valid tokens. Single tokens are not
     looked at, and neither is a compiled graph: a GPU would have to be waited for.
     """
     B, T = key_mask.shape

@@ -233,7 +233,7 @@ class LatteModel(LattePreTrainedModel):
         return StepPlan.of(self).able
 
     def make_step_plan(self) -> StepPlan:
-        """What a step of the layers as they are now calls and reads."""
+        """The modules that a step of the present layers calls, and the weights that it reads."""
         layers: Any = self.layers
         own = {type(x) for x in layers if type(x).forward is LatteBlock.forward}
         return StepPlan([layer.parts for layer in layers], [self.norm], own)
@@ -260,12 +260,12 @@ class LatteModel(LattePreTrainedModel):
 
         Args:
             input_ids: Token ids, (B, T).
-            attention_mask: Mask, (B, P + T), 1 = a real token. It covers the cached tokens too.
+            attention_mask: Mask, (B, P + T), 1 = a valid token. It covers the cached tokens too.
                 Padding may be on either side; with a cache, pad on the left of the first call.
                 Masked tokens between real ones keep their places in windows and convolutions. So
                 padding after a row's cached tokens is refused, where a call has several new tokens
                 and a layer has a window or a convolution.
-            position_ids: Positions, (B, T). By default the real tokens of each sequence are
+            position_ids: Positions, (B, T). By default the valid tokens of each sequence are
                 counted.
             past_key_values: :class:`LatteCache`, read and updated.
             inputs_embeds: Embeddings, (B, T, E), instead of ``input_ids``.
@@ -567,7 +567,7 @@ class LatteForSequenceClassification(LattePreTrainedModel):
 
 
 def mean_over_tokens(hidden_BTE: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The mean over the real tokens of each row, (B, E); zero for a row without any."""
+    """The mean over the valid tokens of each row, (B, E); zero for a row without any."""
     if attention_mask is None:
         return hidden_BTE.mean(1)
     real_BT1 = attention_mask.bool().unsqueeze(-1)

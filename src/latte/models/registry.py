@@ -228,12 +228,12 @@ def plugin_files(plugin: str) -> list[Path]:
 
 
 def _of_file(path: Path) -> str:
-    """What the names of a file's modules begin with, before 8 digits that stand for its folder."""
+    """The beginning of the names of a file's modules; 8 digits for its folder follow."""
     return f"latte_plugin_{path.stem}_"
 
 
 def load_plugin(path_or_module: str | Path) -> Any:
-    """Import a user's module, by its name or as a ``.py`` file, for what it registers.
+    """Import a user's module, by its name or as a ``.py`` file, so that it registers its classes.
 
     A file is imported once, whatever way its path is written.
 

@@ -162,7 +162,7 @@ def read_state(
 
 @torch.no_grad()
 def _check(path: Path, tensors: Mapping[str, Tensor], tokens: int, decoder: Any) -> None:
-    """Raise LatteError if these cannot be the state of the decoder after so many tokens.
+    """Raise LatteError if these cannot be the decoder's state after this number of tokens.
 
     Their names, dtypes and shapes are compared with those of the state after one token. Only the
     batch, and the window of full attention, have other sizes.

@@ -6,9 +6,9 @@ n sinks.
 
 Keywords that every op shares:
 
-* ``key_mask`` (B, T) bool, True = a real token. A masked source contributes nothing, whatever its
+* ``key_mask`` (B, T) bool, True = a valid token. A masked source contributes nothing, whatever its
   position. A query that sees no source gets zeros. A masked token between real ones keeps its place
-  in a window and in a convolution: W keys are then fewer real tokens.
+  in a window and in a convolution: W keys are then fewer valid tokens.
 * ``cu_seqlens`` (N+1,) int32: bounds of N sequences packed into one row (B = 1). They never see
   each other. States then have N entries.
 * ``initial_state``, ``output_final_state``: continue a sequence in a later call. Pass the final
@@ -97,8 +97,8 @@ from latte.ops.triton_backend.launch import (
     window_unavailable,
 )
 
-# The backends of each op. They take its arguments, checked (:mod:`latte.ops.arguments`), and those
-# of latents also whether they are causal. They give the output and the final states.
+# The backends of each op. They take its checked arguments (:mod:`latte.ops.arguments`) and return
+# the output and the final states. Those of ops with latents are also told whether they are causal.
 Backends = dict[str, Callable[..., Any]]
 LATTE: Backends = {
     "reference": isolating(reference.latte_attention),
@@ -212,7 +212,7 @@ def latte_attention(
 
 
 def _forgotten(call: Any) -> Any:
-    """The call of a single token, whose decay is applied to the state: backends need none."""
+    """A single token's call, with its decay applied to the state: backends then need no decay."""
     mass = call.log_mass
     return call._replace(
         log_mass=None if mass is None else mass + call.log_decay[:, 0], log_decay=None
@@ -322,7 +322,7 @@ def macchiato_attention(
     chosen = choose(op, backend, serves, q.device, refusal, step=step, inputs=every, form=form)
     if chosen != "reference":
         check_tangents(op, *every)
-    whole_step = step and chosen == "triton"  # by one kernel, the states too
+    whole_step = step and chosen == "triton"  # one kernel computes all, the states too
     forgotten = total_log_decay(log_decay, latents, cu_seqlens) if output_final_state else None
     if B * T == 0:
         there = (latent_q, latent_k, q, k, *(sinks or ())[:3], log_decay)
@@ -389,7 +389,7 @@ def window_log_mass(
             raise ValueError(f"{op}: expected kept tokens or initial_state, got both")
         return reference_kept.log_mass(KeptInputs(q, k, k, kept, local, sequences, None, sinks))
     seen = NO_SINKS if sinks is None else SeenSinks.of(sinks, window, sequences)
-    # Values are not read. Keys stand in their place.
+    # Values are not read, so keys are passed in their place.
     held = NO_WINDOW if tail is None else tail._replace(values=tail.keys)
     call = Window(q, k, k, *sequences[:2], *held, *seen, *local, True)  # type: ignore[call-arg, arg-type]
     return LOG_MASS(call)[0]
@@ -583,7 +583,7 @@ def rg_lru(
         input_gate: Logits of i, (B, T, E).
         theta: Parameter of the decay, (E,).
         initial_state: State before the first token, (B or N, E). A row of zeros is the empty
-            state: that sequence then starts at its first real token.
+            state: that sequence then starts at its first valid token.
         reverse: Whether to run from the end of every sequence to its beginning.
 
     Returns:

@@ -20,7 +20,7 @@ from latte.ops.state import LateSources, SeenSinks, Sinks
 from latte.ops.tensors import Local, Sequences
 
 Three = tuple[Tensor, Tensor, Tensor]
-# An earlier state as ops take it: all of its tensors, or as many times None.
+# An earlier state as ops take it: its tensors, or the same number of None.
 Earlier = tuple[Tensor | None, ...]
 
 NO_STATE: Any = (None, None)
@@ -76,7 +76,7 @@ class Window(NamedTuple):
     sink_v: Tensor | None
     sink_mask: Tensor | None
     sinks_seen: Tensor | None
-    window: int  # None is all keys. No custom op takes that.
+    window: int  # None means all keys, which no custom op takes.
     scale: float
     softcap: float
     causal: bool

@@ -259,7 +259,7 @@ def check_state(
     shapes: tuple[tuple[int, ...], ...],
     device: torch.device,
 ) -> None:
-    """``state`` is a tuple of tensors of the given shapes, floating but for a ``mask``."""
+    """``state`` is a tuple of tensors of the given shapes, all floating except a ``mask``."""
     if not isinstance(state, tuple) or len(state) != len(names):
         raise ValueError(
             f"{op}: initial_state must be a tuple ({', '.join(names)}), got {type(state).__name__}"
@@ -303,7 +303,7 @@ def check_latte_state(
 def check_log_decay(
     op: str, log_decay: Tensor | None, sizes: dict[str, int], q: Tensor, sequences: Sequences
 ) -> Tensor | None:
-    """What latents forget, (B, T, H, L): at most 0, and 0 at masked tokens.
+    """The latents' log-decay, (B, T, H, L): at most 0, and 0 at masked tokens.
 
     Values are looked at on CPUs alone. NaN and -inf go on, to outputs that are NaN, as those of
     other inputs do: a model that diverges has them.
@@ -422,7 +422,7 @@ def check_partition(op: str, partition: Partition | None) -> Partition:
 
 
 def sinks_alone(op: str, partition: Partition | None, kept: bool = False) -> Sinks | None:
-    """The sinks of a window without latents, where there may be ``kept`` tokens, and no more."""
+    """The sinks of a window without latents. Only ``kept`` tokens are allowed beside them."""
     sinks, delay, joint, chosen = check_partition(op, partition)
     if delay or joint:
         raise ValueError(
@@ -471,7 +471,7 @@ def check_sinks(
 def check_parameter(
     op: str, inputs: Tensor, sizes: dict[str, int], name: str, x: Tensor, letters: str
 ) -> None:
-    """A parameter has this shape, a floating dtype, whichever, and the device of the inputs."""
+    """A parameter has this shape, any floating dtype, and the device of the inputs."""
     check_shape(op, name, x, letters, sizes)
     if x.dtype not in FLOATS:
         raise ValueError(f"{op}: {name} must be floating point, got {x.dtype}")

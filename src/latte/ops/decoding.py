@@ -25,8 +25,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 def serves(x: Tensor, most_rows: int = MOST_ROWS) -> bool:
     """The kernels take x (..., E): few rows, on a CPU, without gradients and autocast."""
-    # A step asks this for each of its kernels, so the questions are in their cheapest form. A
-    # graph for any length asks for the rows last: on a GPU another would be made for either answer.
+    # A step asks this for each of its kernels, so the checks are cheap. The number of rows is
+    # checked last: on a GPU a graph for any length would be compiled once for each answer.
     in_graph = torch.compiler.is_compiling()
     if torch.is_grad_enabled() or not (in_graph or x.numel() <= most_rows * x.size(-1)):
         return False
@@ -148,7 +148,7 @@ def latents(
 
 
 def layer_begin(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """What a layer's mixing needs of a token: q, k and v of the norm of x (B, E), and the latents'.
+    """The inputs of a layer's mixing: q, k, v, latent logits and scores of the normed x (B, E).
 
     Args:
         arguments: The norm's weight, epsilon and offset; q, k and v, each a weight and None, or
@@ -158,7 +158,7 @@ def layer_begin(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
     Returns:
         q (B, H, K), k (B, G, K), v (B, G, D), latent logits (B, H, L+1) and (B, H, L), and scores
-        (B, G) in 11 bits. What is not there has no elements.
+        (B, G) in 11 bits. Absent results have no elements.
     """
     return torch.ops.latte.cpu_layer_begin(x, *arguments)
 

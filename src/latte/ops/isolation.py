@@ -1,4 +1,4 @@
-"""What is not finite stays in its own sequence, from its token on.
+"""Numbers that are not finite stay in their own sequence, from their token on.
 
 A weight of zero keeps no NaN or infinity out of a sum: in a matrix product they reach tokens and
 packed sequences that do not see them. The native kernels read only what a query sees, and Triton's
@@ -36,7 +36,7 @@ from latte.ops.tensors import (
     sequence_starts,
 )
 
-# What reads the inputs of ops, by the name of the input.
+# Which outputs read a token's input, by the name of the input.
 QUERIES = ("q", "latent_q", "sink_q")  # (B, T, ...): the token alone
 SOURCES = ("k", "v", "latent_k", "log_decay", "x", "recurrence_gate", "input_gate")  # (B, T, ...)
 # (N, ...): the whole sequence
@@ -45,7 +45,7 @@ TAIL = ("tail_k", "tail_v")  # (N, P, ...): queries whose window reaches so far 
 PENDING = ("pending_k", "pending_v")  # (N, P, ...): the whole sequence
 SINKS = ("sink_k", "sink_v")  # (N, n, ...): queries that see the sink
 READ = {*QUERIES, *SOURCES, *STATES, *TAIL, *PENDING, *SINKS}
-# Where -inf is a number: it has no weight.
+# Inputs in which -inf is allowed: it means no weight.
 LOGITS = ("latent_k", "log_mass", "pending_k")
 
 Given = Mapping[str, Tensor | None]
@@ -73,7 +73,7 @@ class View(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """Which inputs are not finite. What is masked is not counted."""
+    """Which inputs are not finite. Masked tokens do not count."""
 
     queries: Tensor  # (B, T)
     sources: Tensor  # (B, T)
@@ -155,7 +155,7 @@ class Bad(NamedTuple):
 
 
 def isolating(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """A backend's op, in which what is not finite stays in its own sequence.
+    """A backend's op, in which numbers that are not finite stay in their own sequence.
 
     The op takes arguments and, for latents, whether it is causal. It gives the output and the final
     states.

@@ -1,12 +1,13 @@
-"""Kept tokens: a bounded set of exact keys beside the window, the largest scores that have left it.
+"""Kept tokens: of the sources that have left the window, those with the largest scores stay exact.
 
-The tokens of a sequence are divided in blocks of C. Before the first query of a block (an update)
-the sources that are W or more tokens behind it leave the window. The N largest scores of all that
-have left, of each group of key heads, are kept; of equal scores the later source. The latents read
-all others, once and for good. Between two updates a query sees the W to W + C - 1 last tokens.
+The tokens of a sequence are divided into blocks of C. An update comes before the first query of
+each block. Sources that are W or more tokens behind this query then leave the window. For each
+group of key heads the N sources with the largest scores, of all that have left, are kept; of equal
+scores the later source. The latents read all others, once and for good. Between two updates a query
+sees the last W to W + C - 1 tokens.
 
-Only real tokens count: positions, windows and blocks are those of the sequence without its masked
-tokens, from its first token on, wherever calls begin. So padding, packing and cuts change nothing.
+Positions, windows and blocks count valid tokens alone, from the first token of the sequence on. So
+results do not depend on padding, packing, or where a call begins.
 
 Shape suffixes: B batch, T tokens, N states (B, or the packed sequences), M slots of a state, H
 query heads, G key/value heads, L latents, K key width, D value width.
@@ -27,8 +28,8 @@ class Kept(NamedTuple):
 
     Attributes:
         scores: Score of each source and group of key heads, (B, T, G), floating point. The choice
-            has no gradient. A source of -inf, or NaN, is never kept.
-        count: Number of kept tokens, N. 0 is as without kept tokens.
+            has no gradient. A source with a score of -inf or NaN is never kept.
+        count: Number of kept tokens, N. 0 keeps none.
         block: Number of tokens from one update to the next, C.
     """
 
@@ -40,18 +41,18 @@ class Kept(NamedTuple):
 class KeptState(NamedTuple):
     """The tokens that a sequence holds exactly: N kept ones, then the last W + C - 1, oldest first.
 
-    Of the last ones those that were kept, or read by the latents, are empty places. Kept tokens
-    stand in the order of their scores, the largest first, and of equal scores the later first.
+    A place among the last tokens is empty if its token was kept, or read by the latents. Kept
+    tokens are in the order of their scores, the largest first, and of equal scores the later first.
 
     Attributes:
         keys: Keys, (N, M, G, K), with M = count + window + block - 1.
         values: Values, (N, M, G, D).
         scores: Scores, (N, M, G), in fp32 (fp64 for fp64 inputs); -inf in an empty place.
         positions: Positions in the sequence, (N, M, G) int64; -1 in an empty place.
-        seen: Number of real tokens so far, (N,) int64.
+        seen: Number of valid tokens so far, (N,) int64.
         latent_keys: Latent keys, (N, M, H, L); None without latents.
         log_decay: Sum of the latents' log-decays since the token left the window, (N, M, H, L), in
-            fp32 (fp64 for fp64 inputs); None if the latents do not forget.
+            fp32 (fp64 for fp64 inputs); None without decay.
     """
 
     keys: Tensor
@@ -73,7 +74,7 @@ class KeptState(NamedTuple):
         latent_k_BTHL: Tensor | None = None,
         log_decay_BTHL: Tensor | None = None,
     ) -> KeptState:
-        """The state of so many sequences before their first token, for inputs like these."""
+        """The state before the first token, for a number of sequences and inputs like these."""
         shape = (sequences, kept.count + window + kept.block - 1)
 
         def zeros(x: Tensor | None) -> Tensor | None:
@@ -87,7 +88,7 @@ class KeptState(NamedTuple):
         return cls(keys, values, scores, positions, seen, *late)  # type: ignore[arg-type]
 
     def is_of(self, count: int, window: int, block: int) -> bool:
-        """Whether the tokens stand in the places that they have with these numbers of tokens."""
+        """Whether the tokens are in the places that calls with these numbers give them."""
         P, device = window + block - 1, self.positions.device
         last_N1 = self.seen[:, None] - 1
         left_N1 = last_N1.div(block, rounding_mode="floor") * block - window  # the last that left
@@ -101,14 +102,14 @@ class KeptState(NamedTuple):
 
 
 class KeptLatents(NamedTuple):
-    """What the latents of a call with kept tokens are made of.
+    """The inputs of the latents in a call with kept tokens.
 
     Attributes:
         q: Query logits, (B, T, H, L+1). Column 0 belongs to all exact keys.
         k: Key logits, (B, T, H, L).
         log_decay: Log-decays, (B, T, H, L), 0 at masked tokens, or None.
-        log_mass: Log-mass of the state before, (N, H, L), or None.
-        mean: Mean of the state before, (N, H, L, D), or None.
+        log_mass: Log-mass of the initial state, (N, H, L), or None.
+        mean: Mean of the initial state, (N, H, L, D), or None.
     """
 
     q: Tensor
@@ -127,7 +128,7 @@ def comparable(scores: Tensor) -> Tensor:
 def taken(x_BSGX: Tensor, index_NMG: Tensor, there_NMG: Tensor, fill: float = 0) -> Tensor:
     """The sources of these places, (N, M, G, ...); ``fill`` where there is none.
 
-    Rows of x are those of the index, or there is one row for all of them.
+    x has a row for each row of the index, or one row for all.
     """
     N, _, G = index_NMG.shape
     row = torch.arange(N, device=index_NMG.device)[:, None, None]

@@ -1,4 +1,4 @@
-"""A call with kept tokens, after its inputs were checked: the state, the backend, dispatch."""
+"""A call with kept tokens whose inputs were checked: its state, its backend, and dispatch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_kept_state(
 ) -> KeptState | None:
     """The state fits the call; as wide as k, v and the latent keys (None without latents).
 
-    Whether its tokens stand where these numbers of tokens have them is looked at on CPUs alone.
+    Whether its tokens are in the places of these sizes is checked on CPUs alone.
     """
     if state is None:
         return None
@@ -188,7 +188,7 @@ def _check_alone(op: str, sequences: Sequences, state: Any) -> None:
 def attend(
     op: str, x: KeptInputs, output_final_state: bool, backend: str | None
 ) -> tuple[Tensor, LatteState | None, KeptState | None]:
-    """Output, the latents (None without), and the tokens that are held (None unless asked for)."""
+    """Output, the latents (None without any), and the held tokens (None if not asked for)."""
     x = _both_forget(x)
     q, k, v, kept, local, sequences, state, sinks, latents = x
     B, T, H, _ = q.shape
@@ -259,7 +259,7 @@ def attend(
 
 
 def _both_forget(x: KeptInputs) -> KeptInputs:
-    """The same with log-decays of zeros for the state, or for the tokens, if one alone has some."""
+    """The same, with log-decays of 0 for the state or the tokens if only the other has some."""
     state, latents = x.state, x.latents
     if state is None or latents is None:
         return x

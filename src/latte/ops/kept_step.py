@@ -36,7 +36,7 @@ class KeptBuffers(NamedTuple):
         positions: Positions in the sequence, (B, G, M) int64; -1 in an empty place.
         latent_keys: Latent keys, (B, H, M, L); None without latents.
         log_decay: Sum of the latents' log-decays since the token left the window, (B, H, M, L), in
-            the dtype of the scores; None if the latents do not forget.
+            the dtype of the scores; None without decay.
     """
 
     keys: Tensor
@@ -51,7 +51,7 @@ class KeptBuffers(NamedTuple):
         """Buffers with a copy of a state."""
         R = window + block - 1
         slots_R = torch.arange(R, device=state.seen.device)
-        # The last tokens of a state stand by their age, R first.
+        # The last tokens of a state are in the order of their age, the oldest (age R) first.
         order_BR = count + (slots_R - state.seen[:, None]) % R
 
         def buffer(x_BMGX: Tensor | None) -> Tensor | None:
@@ -109,14 +109,14 @@ def kept_step(
         q, k, v: Queries (B, H, K), keys (B, G, K) and values (B, G, D) of one token per row.
         score: Score of the token, (B, G), floating point.
         held: Tokens that are held exactly, overwritten.
-        seen: Number of real tokens before this one, (B,) int64. The caller advances it.
+        seen: Number of valid tokens before this one, (B,) int64. The caller advances it.
         real: Whether each row's token is a real one, (B,) bool; None: all are.
         count, window, block: Numbers of kept tokens, of the window's, and from one update to the
             next.
         scale, softcap: Scale and soft cap of the exact keys' logits.
         rotary: Table that rotates ``q`` and ``k`` first, as for
             :func:`latte.ops.step.macchiato_step`.
-        sinks: Tokens that stay visible, overwritten. One is seen as a sink after the update by
+        sinks: Tokens that stay visible, overwritten. A sink is an ordinary key until an update at
             which it leaves the window. It is never kept, and the latents do not read it.
         latents: Query logits (B, H, L+1), key logits (B, H, L), log-decays (B, H, L) or (H, L) or
             None, log-mass (B, H, L) and mean (B, H, L, D), both overwritten; None: no latents.
@@ -170,7 +170,7 @@ def kept_step(
         assert mean is not None and latents.log_mass is not None
         own = (own[..., 1:] - own[..., :1]).view(B, G, H // G, -1)
         logits = torch.cat([logits, own], -1)
-        # What has read no source is not there.
+        # Latents that have read no source have no weight.
         begun = ~torch.isneginf(latents.log_mass.view(B, G, 1, -1)).all(-1, keepdim=True)
         visible = torch.cat([visible, begun.expand(B, G, 1, own.shape[-1])], -1)
         sizes.append(own.shape[-1])
@@ -195,7 +195,7 @@ def _at(x_BHMX: Tensor, index_BGM: Tensor) -> Tensor:
 
 
 def _of_heads(x_BGM: Tensor, like_BHMX: Tensor) -> Tensor:
-    """What is one for the heads of a group, for each head, (B, H, M, 1 ...)."""
+    """A tensor of groups, repeated for the heads of each group, (B, H, M, 1 ...)."""
     R = like_BHMX.shape[1] // x_BGM.shape[1]
     x_BHM = x_BGM if R == 1 else x_BGM.repeat_interleave(R, 1)
     return x_BHM.view(*x_BHM.shape, *[1] * (like_BHMX.ndim - 3))
@@ -211,7 +211,7 @@ def _ranked(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 def _forget(
     held: KeptBuffers, latents: KeptLatents, seen: Tensor, real: Tensor | None, window: int
 ) -> None:
-    """The latents forget, and what has left the window forgets as if they had read it."""
+    """Applies a token's decay to the latents, and to the sources that have left the window."""
     if latents.log_decay is None or latents.log_mass is None:
         return
     assert held.log_decay is not None
@@ -253,7 +253,7 @@ def _update(
     if latents is not None:
         read = candidate & ~torch.zeros_like(candidate).scatter(2, order, stays)
         _read(held, index_BGX, read, latents)
-    # At padding, and between updates, what is kept stays where it is.
+    # At padding and between updates the kept tokens stay in their slots.
     chosen, stays = torch.where(due, index_BGX.gather(2, order), old_N), stays | ~due
     for x in held:
         if x is not None:
@@ -264,7 +264,7 @@ def _update(
     gone = due & (ring <= last_B1[:, None])
     ring.masked_fill_(gone, -1)
     held.scores[:, :, count:].masked_fill_(gone, -torch.inf)
-    # Weights of 0 times what is not finite would be NaN.
+    # A weight of 0 times a number that is not finite would be NaN.
     held.values.masked_fill_((held.positions < 0)[..., None], 0.0)
 
 

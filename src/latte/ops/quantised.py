@@ -81,8 +81,8 @@ def quantise(weight: Tensor, kind: str) -> Integers:
     """A matrix (N, K) in integers, rounded to nearest, with scales in bf16.
 
     ``int8``: the largest magnitude of 32 weights becomes 127, so Q8_0's integers stay as they are.
-    ``int4``: of a few ranges around the least and the greatest of 32 weights, the one with the
-    smallest squared error.
+    ``int4``: a few ranges around the least and the greatest of 32 weights are tried, and the one
+    with the smallest squared error is taken.
     """
     w_NGJ = weight.detach().float().unflatten(1, (-1, GROUP))
     if kind == "int8":
@@ -123,7 +123,7 @@ def _not_zero(scale: Tensor) -> Tensor:
 
 @cache
 def _order_is_known(block: int) -> bool:
-    """Whether the order of PyTorch's kernel is the one that this file undoes."""
+    """Whether PyTorch's kernel has the order that this file can undo."""
     generator = torch.Generator().manual_seed(0)
     plain = torch.randint(256, (2 * block + OUTPUTS, 4), dtype=torch.uint8, generator=generator)
     with torch.no_grad():
@@ -159,10 +159,10 @@ def _integers(weight: Tensor, block: int, first: int, last: int, dtype: torch.dt
         pairs = own.view(-1, inputs // 8, PANEL, 4).permute(1, 3, 0, 2)  # (K / 8, 4, P, 16)
         axis, shape = 1, (inputs, -1)
     elif first < len(weight) // block * block:
-        # Of a whole block the two integers of a byte are half a block apart.
+        # In a whole block the two integers of a byte are half a block apart.
         pairs = own.view(-1, inputs, block // 2).transpose(0, 1)
         axis, shape = 2, (inputs, -1)
-    else:  # of a smaller one they are neighbours
+    else:  # in a smaller block they are neighbours
         pairs, axis, shape = own.view(inputs, -1), 2, (inputs, -1)
     both = torch.stack([(pairs & 15).to(dtype), (pairs >> 4).to(dtype)], axis).reshape(shape)
     return both[:, : last - first]

@@ -73,7 +73,7 @@ def _per_token(state_NX: Tensor, sequences: Sequences, B: int, T: int) -> Tensor
 
 
 def _own_sources(like: Tensor, sequences: Sequences) -> Tensor:
-    """The mask (N, T) bool of each sequence's own real tokens; ``like`` is (B, T, ...)."""
+    """The mask (N, T) bool of each sequence's own valid tokens; ``like`` is (B, T, ...)."""
     B, T = like.shape[:2]
     key_mask, cu_seqlens, _ = sequences
     real = real_tokens(like, key_mask)

@@ -41,7 +41,7 @@ class Places(NamedTuple):
     query: Tensor  # (B, T) int64: positions
     source: Tensor  # (B, S, G) int64: positions, -1 for none
     scores: Tensor  # (B, S, G)
-    seen: Tensor  # (B,) int64: real tokens before the call
+    seen: Tensor  # (B,) int64: valid tokens before the call
     after: Tensor  # (B,) int64: and with those of the call
 
     @classmethod
@@ -74,7 +74,7 @@ class Places(NamedTuple):
         left = (s >= 0) & (s <= u - window)
         near = (s > u - window) & (s >= 0) & (s <= t)
         candidates = left & ~is_sink.mT[:, :, None]
-        # Of two sources, whether the first one is the better.
+        # Whether the first of two sources is the better one.
         r, at = scores.mT, source.mT
         better = r[..., :, None] > r[..., None, :]
         better |= (r[..., :, None] == r[..., None, :]) & (at[..., :, None] > at[..., None, :])
@@ -86,17 +86,17 @@ class Places(NamedTuple):
 
 
 def _forgotten(places: Places, g_BTHL: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Total log-decay up to each query and the end (B, T+1, H, L); and up to when a source left.
+    """Total log-decay up to each query and the end (B, T+1, H, L), and up to when a source left.
 
-    The latter is for the tokens of the call, and for those of the state, (B, S, H, L).
+    The second result is for the sources of the state and of the call, (B, S, H, L).
     """
     H, G = g_BTHL.shape[2], places.source.shape[2]
     R = H // G
     total = F.pad(g_BTHL.cumsum(1), (0, 0, 0, 0, 1, 0))  # before the first token it is 0
     at_query = torch.cat([total[:, 1:], total[:, -1:]], 1)
-    # Nothing decays at masked tokens: the first place that has so many real tokens before it.
+    # There is no decay at masked tokens: take the first place with this number of valid tokens.
     seen = places.seen[:, None, None]
-    number = (places.source + window + 1 - seen).clamp(min=0)  # of the call's real tokens
+    number = (places.source + window + 1 - seen).clamp(min=0)  # of the call's valid tokens
     number = torch.minimum(number, (places.after - places.seen)[:, None, None])
     counted = F.pad(places.query + 1 - places.seen[:, None], (1, 0))  # (B, T+1), rising
     place = (counted[:, None] < number.flatten(1)[..., None]).sum(-1).view(number.shape)
@@ -183,7 +183,7 @@ def _within(latents: KeptLatents, k_BSHL: Tensor, latent: int, read_BHTS: Tensor
 
 
 class Rows(NamedTuple):
-    """A call on rows that are not packed: the sources of the state before those of the call."""
+    """A call on rows that are not packed. The state's sources come before the call's."""
 
     places: Places
     keys: Tensor

@@ -35,14 +35,14 @@ class LatteState(tuple[Tensor, ...]):
     p(s|l) v_s``. The mean never exceeds ``max |v|``, whatever the logits or the length (paper,
     eq. 7-14). The empty state is ``(-inf, 0)``.
 
-    A state is the tuple ``(log_mass, mean)``, or ``(log_mass, mean, log_decay)`` if latents forget.
+    A state is the tuple ``(log_mass, mean)``, or ``(log_mass, mean, log_decay)`` with decay.
 
     Args:
-        log_mass: Log-masses, (B, H, L), in fp32 (fp64 for fp64 inputs). If latents forget, after
+        log_mass: Log-masses, (B, H, L), in fp32 (fp64 for fp64 inputs). With decay, after
             the decay of each source.
         mean: Means of the values, (B, H, L, D), of the same dtype.
         log_decay: Total log-decay over the tokens of this state, (B, H, L). It applies to whatever
-            the latents read before these tokens. None if latents do not forget.
+            the latents read before these tokens. None without decay.
     """
 
     __slots__ = ()
@@ -75,7 +75,7 @@ class LatteState(tuple[Tensor, ...]):
 
     @property
     def log_decay(self) -> Tensor:
-        """Total log-decay, (B, H, L): zeros if latents do not forget."""
+        """Total log-decay, (B, H, L): zeros without decay."""
         return self[2] if self.forgets else torch.zeros_like(self.log_mass)
 
     @property
@@ -290,7 +290,7 @@ def merge_states(a1: Tensor, mu1: Tensor, a2: Tensor, mu2: Tensor) -> tuple[Tens
 def total_log_decay(
     log_decay_BTHL: Tensor | None, earlier: LatteState | None, cu_seqlens: Tensor | None
 ) -> Tensor | None:
-    """Total log-decay at the end of every sequence, (N, H, L); None if latents do not forget."""
+    """Total log-decay at the end of every sequence, (N, H, L); None without decay."""
     before = earlier.log_decay if earlier is not None and earlier.forgets else None
     if log_decay_BTHL is None:
         return before
@@ -338,10 +338,10 @@ def first_tokens(
     cu_seqlens: Tensor | None,
     earlier: WindowState | None,
 ) -> WindowState:
-    """The first ``count`` real tokens of every sequence, (N, n, ...), to be its sinks.
+    """The first ``count`` valid tokens of every sequence, (N, n, ...), to be its sinks.
 
-    They are those for these tokens and for the state after them. A query does not see a sink that
-    comes later than the query. ``earlier`` are those before these tokens.
+    They are the sinks of these tokens and of the state after them. A query does not see sinks that
+    come after it. ``earlier`` are the sinks among the earlier tokens.
     """
     (B, T), real_BT = k_BTGK.shape[:2], real_tokens(k_BTGK, key_mask)
     if cu_seqlens is not None:
@@ -360,7 +360,7 @@ def first_tokens(
     if short > 0:
         keys, values = (F.pad(x, (0, 0, 0, 0, 0, short)) for x in (keys, values))
         mask = F.pad(mask, (0, short))
-    # Real tokens first, in their order: a stable sort by "is padding".
+    # Valid tokens first, in their order: a stable sort by "is padding".
     order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :count]
     rows = torch.arange(B, device=order.device)[:, None]
     return WindowState(keys[rows, order], values[rows, order], mask[rows, order])
@@ -466,7 +466,7 @@ class LateSources(NamedTuple):
 
 
 def begun(state_NE: Tensor, sequences: Sequences) -> Tensor:
-    """The RG-LRU's state, kept different from zeros once a real token was read.
+    """The RG-LRU's state, kept different from zeros once a valid token was read.
 
     A row of zeros means the empty state. A token may be 0 itself, as the embedding of padding is,
     so the smallest normal number is added. It changes no state but 0.

@@ -29,7 +29,7 @@ from latte.ops import backend, cpp_backend
 from latte.ops.tensors import computation_dtype, number
 from latte.ops.torch_backend.recurrence import GATE_STRENGTH
 
-# Of single tokens: (B or 1, 1, 1, K/2), and twice that with signs.
+# Rotary tables of single tokens: (B or 1, 1, 1, K/2), and twice as wide with signs.
 TokenRotary = tuple[Tensor, Tensor]
 
 
@@ -39,7 +39,7 @@ class Ring(NamedTuple):
     Attributes:
         keys: Keys, (B, G, W, K), contiguous.
         values: Values, (B, G, W, D), contiguous.
-        mask: Mask of the slots, (B, W) bool, True = a real token; None if all slots are real.
+        mask: Mask of the slots, (B, W) bool, True = a valid token; None if all slots are real.
     """
 
     keys: Tensor
@@ -48,14 +48,14 @@ class Ring(NamedTuple):
 
 
 class StepSinks(NamedTuple):
-    """The first n real tokens of each row, which stay visible.
+    """The first n valid tokens of each row, which stay visible.
 
     Sinks that have left the window, W or more positions ago, are further slots of its softmax.
 
     Attributes:
         keys: Keys, (B, G, n, K), contiguous.
         values: Values, (B, G, n, D), contiguous.
-        position: Number of real tokens before the current one, (B,) int64. The current token
+        position: Number of valid tokens before the current one, (B,) int64. The current token
             becomes a sink if this is less than n.
         rotary: Table that rotates the queries for the sinks; None: the same as for the window.
     """
@@ -317,9 +317,9 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _forget(log_mass: Tensor, log_decay: Tensor, real: Tensor | None) -> None:
-    """The latents' log-mass after they forget, in place. At padding nothing decays.
+    """Applies the decay to the latents' log-mass, in place. At padding nothing decays.
 
-    Late latents may forget at a token at which they read no source, so this is a step of its own.
+    Delayed latents may decay at a token at which they read no source, so this is a separate step.
     """
     decay = in_dtype(log_decay, log_mass.dtype)
     log_mass.add_(decay if real is None else torch.where(real[:, None, None], decay, 0.0))

@@ -21,7 +21,7 @@ R = TypeVar("R")
 class Sequences(NamedTuple):
     """The sequences in the rows of a call, and which of their tokens a query may see."""
 
-    key_mask: Tensor | None  # (B, T) bool, True = a real token
+    key_mask: Tensor | None  # (B, T) bool, True = a valid token
     cu_seqlens: Tensor | None  # (N+1,) when packed
     causal: bool = True
 
@@ -130,7 +130,7 @@ def without_masked(key_mask: Tensor | None, x: Tensor) -> Tensor:
 
 
 def real_tokens(x_BTX: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The mask (B, T) bool of the real tokens of ``x``."""
+    """The mask (B, T) bool of the valid tokens of ``x``."""
     return x_BTX.new_ones(x_BTX.shape[:2], dtype=torch.bool) if key_mask is None else key_mask
 
 

@@ -18,7 +18,7 @@ from latte.models.cache_name import KEYWORDS
 from latte.models.inputs import packed_bounds
 from latte.models.loss import labels_within, next_labels
 
-# What a batch may hold of every token, (B, T, ...), and the bounds of packed sequences, (N + 1,).
+# The tensors of a batch with an entry for each token, (B, T, ...), and the bounds, (N + 1,).
 OF_TOKENS = (
     *("input_ids", "inputs_embeds", "attention_mask"),
     *("position_ids", "labels", "shift_labels"),

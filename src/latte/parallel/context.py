@@ -173,7 +173,7 @@ def _count_labels(group: dist.ProcessGroup) -> Callable[..., Any]:
             )
         if labels is None:
             return args, kwargs
-        # Models of other libraries compute a loss if there are `labels`, of `shift_labels` then.
+        # Other libraries' models compute a loss of `shift_labels` only if there are `labels`.
         kwargs = {**kwargs, "labels": labels}
         if kwargs.get("num_items_in_batch") is None:
             items = (labels != IGNORED).sum()

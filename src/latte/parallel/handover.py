@@ -69,7 +69,7 @@ class Shards:
     Attributes:
         group: Processes, in the order of their tokens.
         every: Tokens of each process.
-        position: Number of real tokens before this process's, for each of its sequences, (B or N,)
+        position: Number of valid tokens before this process's, for each of its sequences, (B or N,)
             int64.
         last: Whether a token is of the packed row's last sequence, (1, T) bool; None: all are.
     """
@@ -132,7 +132,7 @@ class Shards:
         return gathered, states
 
     def of_last(self, key_mask: Tensor | None) -> Tensor | None:
-        """The real tokens of each row's last sequence, (B, T) bool; None: all are."""
+        """The valid tokens of each row's last sequence, (B, T) bool; None: all are."""
         if self.last is None or key_mask is None:
             return self.last if key_mask is None else key_mask
         return self.last & key_mask
@@ -142,8 +142,8 @@ class Handover(NamedTuple):
     """The functions that pass an op's state from process to process.
 
     Attributes:
-        fills: Values of the state's tensors before the first token. Latents that do not forget do
-            not have the last tensor.
+        fills: Values of the state's tensors before the first token. Latents without decay lack the
+            last tensor.
         own: Function for the state after this process's tokens of the row's last sequence, from
             the empty state.
         follow: Function that merges a state with the state of a later shard.
@@ -171,7 +171,7 @@ def _latents(
 ) -> State:
     """Log-mass (B, H, L) and mean (B, H, L, D), computed without queries.
 
-    If the latents forget, the total log-decay (B, H, L) follows.
+    With decay, the total log-decay (B, H, L) follows.
     """
     dtype, real = computation_dtype(k_BTHL.dtype), shards.of_last(key_mask)
     k, v = k_BTHL.to(dtype), without_masked(real, v_BTGD.to(dtype))
@@ -307,7 +307,7 @@ def _rg_lru(
 ) -> State:
     """The last h (B, E) from zero, and the logarithm of the product of all decays (B, E).
 
-    A row's first real token is read in another way than those after it: whether it has been read
+    A row's first valid token is read in another way than those after it: whether it has been read
     before is known from the position.
     """
     dtype = computation_dtype(x.dtype)
@@ -322,7 +322,7 @@ def _rg_lru(
 
 
 def _begun(shards: Shards, h_NE: Tensor) -> Tensor:
-    """The RG-LRU's state, in no row the empty one, zeros, where a token was read."""
+    """The RG-LRU's state: not zeros, which mean empty, in a row where a token was read."""
     return h_NE + (shards.position > 0)[:, None].to(h_NE.dtype) * torch.finfo(h_NE.dtype).tiny
 
 

@@ -67,7 +67,7 @@ class Wish:
     streams: bool = False
 
     def bound(self, prompt: int, longest: int | None) -> int:
-        """The largest number of tokens of an answer to a prompt of so many tokens.
+        """The largest number of tokens of an answer, for a prompt's number of tokens.
 
         Raises:
             BadRequest: Prompt and answer would have more than ``longest`` tokens.

@@ -138,7 +138,7 @@ class Endpoint:
         )
 
     def _config(self, body: Body) -> GenerationConfig:
-        """The settings of ``generate``. What a request does not say is as in the checkpoint."""
+        """The settings of ``generate``: the request's, and the checkpoint's for all others."""
         if body.get("generation_config") is not None:
             given = json.loads(body["generation_config"])
             whole = ("top_k", "max_new_tokens", "do_sample")
@@ -345,7 +345,7 @@ class Completions(Endpoint):
     def _likely(self, score: TokenScore) -> dict[str, float] | None:
         """The most likely tokens and the chosen one, by their texts.
 
-        Of tokens with the same text, all but one are named by their ids.
+        If several tokens have the same text, all but one are named by their ids.
         """
         if score.logprob is None:
             return None

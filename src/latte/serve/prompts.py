@@ -81,7 +81,7 @@ class Prompts:
         asked = self._render([USER], closes, strict=False)
         opened = self._render([USER], opens, strict=False)
         answered = self._render([USER, ANSWER], closes, strict=False)
-        # What opens an answer, if in a longer chat too an answer follows its opening, as in most
+        # The opening of an answer, if an answer follows it in a longer chat too, as in most
         # templates; else None.
         follow = bool(asked) and opened.startswith(asked) and answered.startswith(opened)
         self._opening = opened.removeprefix(asked) if follow else None

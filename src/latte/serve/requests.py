@@ -32,7 +32,7 @@ class BadRequest(ValueError):
 
     @classmethod
     def of(cls, error: Exception) -> BadRequest:
-        """Any error as the answer to a request. What is no refusal has status 500."""
+        """Any error as the answer to a request. It has status 500 unless it is a refusal."""
         return error if isinstance(error, BadRequest) else cls(one_line(error), status=500)
 
     @property

@@ -112,7 +112,7 @@ def _one_thread() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Let Python look for cycles rarely, and never in what is there now.
+    """Let Python look for cycles rarely, and never in objects that exist now.
 
     Otherwise it looks through all of PyTorch again and again while a large body is parsed, and the
     server answers nobody for seconds.

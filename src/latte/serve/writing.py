@@ -171,7 +171,7 @@ class Writer:
         self._held += [(character, shown) for character in text]
 
     def _stopped(self) -> bool:
-        """Whether a stop string is in what is held. It and what follows are then removed.
+        """Whether a stop string is in the held text. It and the text after it are then removed.
 
         The one that ends first counts, so it does not matter how the text is cut into tokens.
         """
@@ -198,7 +198,7 @@ class Writer:
         return 0
 
     def _give(self, count: int, cut: bool = False) -> Piece:
-        """The first so many characters that are held, with the tokens that begin in them.
+        """The first ``count`` characters of the held text, with the tokens that begin in them.
 
         At the end of an answer all tokens are given, but not those of a stop string.
         """

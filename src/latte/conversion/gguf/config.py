@@ -18,9 +18,9 @@ WIDTHS = ("attention.key_length_swa", "attention.value_length", "attention.value
           "rope.dimension_count", "rope.dimension_count_swa")  # fmt: skip
 # The number of layers of the models whose queries are scaled by another width than their heads'.
 SCALED_BY_HIDDEN = {"gemma2": 46, "gemma3": 62}
-# Windows: architecture -> how many layers there are to each without one.
+# Windows: architecture -> n, where each n-th layer has no window.
 WINDOWS = {"gemma2": 2, "gemma3": 6}
-# Of Llama 3's rotation, of which a file has the frequencies' divisors alone.
+# Llama 3's scaling of the rotation. A file has only the divisors of the frequencies.
 LOW, HIGH, PRETRAINED_LENGTH = 1.0, 4.0, 8192
 
 
@@ -140,7 +140,7 @@ def _gemma(file: GgufFile, default_scale: int, width: int, layers: int) -> dict[
 
 
 def _layer_types(file: GgufFile, layers: int) -> list[str]:
-    """Which layers have a window: one flag a layer, or every how many layers there is none."""
+    """Which layers have a window: from a flag for each layer, or n: each n-th layer has none."""
     key = file.key("attention.sliding_window_pattern")
     found = file.metadata.get(key, WINDOWS[file.architecture])
     if isinstance(found, int) and not isinstance(found, bool) and found >= 0:

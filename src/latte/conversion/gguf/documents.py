@@ -9,7 +9,7 @@ from latte.conversion.gguf.file import GgufFile
 # Tokens that begin or end a document, by all names that these model families use.
 DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
 DOCUMENT_STARTS = ("<|begin_of_text|>", "<|startoftext|>", "<bos>", "<s>")
-# Tokens that end a turn of a chat. llama.cpp knows them by their names too: older files lack ids.
+# Tokens that end a turn of a chat. As in llama.cpp names count too, because older files lack ids.
 TURN_ENDS = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -22,7 +22,7 @@ TURN_ENDS = (
 )
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types
 SPLIT = "tokenizer.ggml.pre"  # how a byte-level vocabulary splits text
-# Those that take a word that is a token as it is, and that begin every text with a bos token.
+# Splits that take a word as one token if it is one, and begin every text with a bos token.
 TAKES_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0",
                "lfm2", "jina-v5-nano", "tekken")  # fmt: skip
 # The ids of SentencePiece's vocabularies, where a file does not give them.
@@ -88,9 +88,9 @@ def token_types(file: GgufFile) -> list[int]:
 
 
 def document_ends(file: GgufFile) -> Ends:
-    """What begins and ends documents: as in pretraining, not as in chats.
+    """The tokens that begin and end documents in pretraining.
 
-    A tuned model's file names the marks of a chat's turns. Text in training ended otherwise.
+    A tuned model's file names the marks of a chat's turns instead.
     """
     tokens, prefix = file.tokens, "tokenizer.chat_template"
     templates = {
@@ -119,6 +119,6 @@ def document_ends(file: GgufFile) -> Ends:
 
 
 def _with_token(templates: dict[str, str], variable: str, token: str) -> dict[str, str]:
-    """Templates whose variable stays at its value when the tokenizer's own changes."""
+    """Templates with a variable whose value does not follow the tokenizer's."""
     fixed = f"{{%- set {variable} = {token!r} -%}}"
     return {name: fixed * (variable in text) + text for name, text in templates.items()}

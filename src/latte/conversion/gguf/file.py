@@ -211,7 +211,7 @@ def open_gguf(path: Path) -> GgufFile:
     return file
 
 
-# Of metadata: number of its type -> struct's letter. 8 is a string, 9 an array.
+# Type number of a metadata value -> struct's letter. 8 is a string, 9 an array.
 _LETTERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 

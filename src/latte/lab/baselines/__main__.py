@@ -11,7 +11,7 @@ from latte.models import SIZES, count_parameters, preset_config
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the comparators at a size: parameters, and what is missing here."""
+    """Print the baselines at a size: parameters, and what is missing here."""
     words = sys.argv[1:] if arguments is None else arguments
     size = words[0] if words else "tiny"
     if len(words) > 1 or size not in SIZES:

@@ -1,4 +1,4 @@
-"""Code that the comparators' token mixers share: calls, checks, initial values, long convolutions.
+"""Code that the baselines' token mixers share: calls, checks, initial values, long convolutions.
 
 Shape suffixes: B batch, T tokens, E hidden size (channels).
 """
@@ -16,7 +16,7 @@ from latte.ops.tensors import full_precision
 
 
 class BaselineMixer(InitializedModule):
-    """Base of the comparators' layers: ``forward(x, key_mask) -> update``, whole sequences only.
+    """Base of the baselines' layers: ``forward(x, key_mask) -> update``, whole sequences only.
 
     There is no state for later calls. Packed sequences are not supported: each row is a sequence. A
     masked token contributes nothing as a source, and the output at its position has no meaning.
@@ -48,7 +48,7 @@ class BaselineMixer(InitializedModule):
 
         Args:
             x_BTE: Normalised input, (B, T, E).
-            key_mask: Mask, (B, T) bool, True = a real token.
+            key_mask: Mask, (B, T) bool, True = a valid token.
 
         Raises:
             ValueError: Shapes or dtypes do not fit.

@@ -122,8 +122,8 @@ class Baseline(ModelEntry):
         network this is `num_hidden_layers`.
 
         Args:
-            overrides: Sizes by LatteConfig's names, for both `transformer++` and the comparator,
-                or fields of the comparator's own config.
+            overrides: Sizes by LatteConfig's names, for both `transformer++` and the baseline,
+                or fields of the baseline's own config.
 
         Raises:
             LatteError: A size or field is unknown, values do not fit, or something that the model

@@ -9,7 +9,7 @@ from latte.models.config import LatteConfig, one_line_errors
 
 @strict
 class ComparatorConfig(LatteConfig):
-    r"""Configuration of the comparators' models. Fields that are not here are LatteConfig's.
+    r"""Configuration of the baselines' models. Fields that are not here are LatteConfig's.
 
     Args:
         mixer: Name of the mixer: ``mega``, ``h3`` (causal only), ``s5``, ``luna`` or ``linformer``

@@ -1,4 +1,4 @@
-"""Models of the family whose mixer is one of the paper's comparators, for equal comparisons.
+"""Models of the family whose mixer is one of the paper's baselines, for equal comparisons.
 
 Embedding, norms, feed-forward network, head and pooling are those of the Latte models. Only the
 token mixer differs (:mod:`latte.lab.baselines`). The models read whole rows. They have no cache and
@@ -48,7 +48,7 @@ def make_comparator(config: ComparatorConfig) -> BaselineMixer:
 
 
 class ComparatorBlock(LatteBlock):
-    """A block of Latte with a comparator as its mixer, which has no state and no weights."""
+    """A block of Latte with a baseline as its mixer, which has no state and no weights."""
 
     make_mixer = staticmethod(make_comparator)
 
@@ -85,7 +85,7 @@ class ComparatorModel(LatteModel):
 
 
 class ComparatorForCausalLM(LatteForCausalLM):
-    """A language model of a causal comparator."""
+    """A language model of a causal baseline."""
 
     config: ComparatorConfig
     backbone_class = ComparatorModel

@@ -76,7 +76,7 @@ def checksum(path: Path, whole: float = math.inf) -> int:
 def contents_of(files: Iterable[str | Path]) -> str | None:
     """A short digest of files, by name and content, on which their results depend.
 
-    Of a large file it reads samples. None if there are no files.
+    Large files are read in samples. None if there are no files.
     """
     paths = [Path(file).expanduser() for file in files]
     found = [(path.name, path.stat().st_size, checksum(path, SMALL_FILE)) for path in paths]

@@ -1,7 +1,7 @@
 """`latte chat`: a conversation in which every turn reads only its new tokens.
 
 The state after a turn is kept. The next turn costs its own question and answer, whatever was said
-or read before. The cache of a model of Transformers grows with the conversation. Comparators keep
+or read before. The cache of a model of Transformers grows with the conversation. Baselines keep
 nothing, and read the whole conversation at every turn.
 """
 

@@ -79,7 +79,7 @@ def read_document(
     system: str = "",
     states: str | Path | None = None,
 ) -> ReadDocument:
-    """Read a document, or take the state of an earlier call. What was done is a line on stderr.
+    """Read a document, or take the state of an earlier call. A line on stderr says which.
 
     Args:
         model: Causal language model.
@@ -156,7 +156,7 @@ def state_place(file: Path, ids: list[int], model: Any, states: str | Path | Non
 
 
 def _read(model: Any, ids: list[int], cache: Any, file: Path) -> str:
-    """Read the tokens; what to say about it."""
+    """Read the tokens. Returns what to say about it."""
     longest = _range(model)
     if longest is not None and len(ids) > longest:
         _say(

@@ -45,7 +45,7 @@ def generate(
     With `echo` the prompt is printed before it.
 
     The model reads the prompt after the start token, as it read documents in training. Temperature
-    0 is greedy decoding. Generation ends early at the end-of-text token. Comparators read the
+    0 is greedy decoding. Generation ends early at the end-of-text token. Baselines read the
     whole text again for every token, because each library keeps its states in another way. With
     `compiled` a step of decoding is compiled first, and the time this took is printed.
 
@@ -163,7 +163,7 @@ def text_ends(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def keeps_state(model: Any) -> bool:
-    """Whether what it has read is a LatteCache."""
+    """Whether the model keeps what it reads in a LatteCache."""
     return carries_state(model) and hasattr(model.config, "state_grows")
 
 

@@ -33,8 +33,8 @@ from latte.models.atomic_files import write_json, write_text
 from latte.models.plain_files import read_object
 
 CACHE_FILE = "evaluation.json"
-# What a conversion is judged by, and how each of them mixes: the base as it is, and with a window
-# on every layer and nothing else; the result as it is, and with p(l=0) held at 1 and at 0.
+# The models that are compared after a conversion, and their mixing: the base, the base with a
+# window alone in every layer, the result, and the result with p(l=0) held at 1 and at 0.
 OF_BASE = {"base": "base", "base, window only": "window"}
 OF_RESULT = {
     "converted": "learned",
@@ -149,7 +149,7 @@ def flat(row: Row) -> dict[str, Any]:
 
 
 def position_rows(row: Row) -> list[dict[str, Any]]:
-    """What a row says by position in its windows; `last` is the last position of each part."""
+    """A row's scores by position in its windows; `last` is the last position of each part."""
     ends = [first for first, _, _ in row.by_position[1:]] + [row.length]
     return [
         {"length": row.length, "first": first, "last": end - 1, "tokens": tokens,

@@ -33,8 +33,8 @@ CASES = 24  # of a task and a length
 SEVERAL = 4  # numbers of `keys` and `values`
 CHAIN = 5  # variables
 COMMON = 10  # words
-ROOM = 16  # tokens of an answer, beside twice those of the right one
-# A sentence or a line, or what is whole of it within 400 characters.
+ROOM = 16  # tokens of an answer, on top of twice the right answer's
+# A sentence or a line, or its part within 400 characters.
 SENTENCE = re.compile(
     r"\S(?:.{0,400}?(?:(?<=[.!?])(?=\s)|\n|\Z)|.{0,400}(?=\s|\Z)|.{0,400})\s*", re.S
 )

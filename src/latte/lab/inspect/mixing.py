@@ -41,7 +41,7 @@ class LayerMixing:
         window_HPP: Softmax of the window, p(s|l=0,t). For a layer without latents, p(s|t).
         width: Number of keys that the window sees, self included; None is all earlier keys.
         delay: Number of tokens after which a latent reads a token.
-        half_lives_2HL: Half-lives of latents that forget, in tokens. The first is ln 2 over the
+        half_lives_2HL: Half-lives of latents with decay, in tokens. The first is ln 2 over the
             mean rate on this text. The second is the learnt one, without the part that depends on
             the text. None if nothing is forgotten.
     """
@@ -209,7 +209,7 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> La
             states[:, :delay] = torch.eye(states.shape[-1], device=states.device)[0]
     states_THS, window_HPP = (None if x is None else x[0].float().cpu() for x in (states, window))
     if latent_k is not None and latent_k.dtype != torch.float64:
-        latent_k = latent_k.float()  # fp64: of latents that forget, large over a long text
+        latent_k = latent_k.float()  # fp64: of latents with decay, large over a long text
     latent_k_THL = None if latent_k is None else latent_k[0].cpu()
     return LayerMixing(states_THS, latent_k_THL, window_HPP, width, delay, half_lives)
 
@@ -255,7 +255,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Summary:
-    """One row of summary.csv: a head. What a layer without latents does not have is None."""
+    """One row of summary.csv: a head. Numbers of latents are None in layers without latents."""
 
     layer: int
     head: int

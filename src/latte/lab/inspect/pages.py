@@ -11,7 +11,7 @@ from typing import Any
 
 
 def rounded(value: float, digits: int) -> float | str:
-    """A number with so many digits. JSON has no infinity: a word that JavaScript takes for it."""
+    """A number, rounded to these digits. Infinity becomes JavaScript's word, as JSON has none."""
     if math.isfinite(value):
         return float(f"{value:.{digits}g}")
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

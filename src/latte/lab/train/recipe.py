@@ -54,7 +54,7 @@ class ModelSection:
 
     @property
     def is_comparator(self) -> bool:
-        """Whether this is a comparator: a registered model that is not a preset."""
+        """Whether this is a baseline: a registered model that is not a preset."""
         from latte.models.registry import other_models
 
         return self.architecture is None and self.preset in other_models()

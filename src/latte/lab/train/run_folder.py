@@ -74,7 +74,7 @@ class Claim:
         return {**self.__dict__, "lock": None}  # a lock belongs to one process
 
     def check_inputs(self, inputs: dict[str, Any], *, begun: bool, what: str = "run") -> None:
-        """Compare what the work reads with what it read when it began; at its start, record it.
+        """Compare the run's inputs with those recorded at its start; at the start, record them.
 
         Args:
             inputs: Names of what is read, and their digests.

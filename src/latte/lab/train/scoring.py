@@ -90,7 +90,7 @@ def score(
         model: Causal language model of Transformers. Its mode (train or eval) is not changed.
         length: Window length n in tokens.
         segment: Number of tokens read at a time. Longer windows pass the cache from segment to
-            segment. Comparators keep their states in other ways, so they read a window at once.
+            segment. Baselines keep their states in other ways, so they read a window at once.
         batch_tokens: Number of input tokens in a batch (at least one window). It is reduced if the
             logits of a segment would take more than 1 GiB.
         bf16: Whether to autocast to bfloat16. The NLL is computed in fp32 and summed in fp64.

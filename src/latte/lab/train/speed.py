@@ -60,7 +60,7 @@ def of_own_blocks(recipe: Recipe) -> bool:
 
 
 def chosen_backend(recipe: Recipe) -> AbstractContextManager[None]:
-    """The recipe's backend for the time of a ``with`` block; without one, what is the default."""
+    """The recipe's backend, or else the default, for the time of a ``with`` block."""
     if recipe.training.backend is None:
         return nullcontext()
     return use_backend(recipe.training.backend, everywhere=True)

@@ -62,7 +62,7 @@ class ConversionRecipe:
         """The training runs, in order. Each starts from the result of the one before."""
         found: dict[str, Recipe] = {}
         start = base
-        # The first stage is not the Trainer's: of a run's training it has a placeholder.
+        # The Trainer does not run the first stage, so its `training` is a placeholder.
         placeholder = None if self.layers is None else TrainingSection(max_steps=1)
         for name, section in zip(STAGES, (placeholder, self.training), strict=True):
             if section is None:

@@ -98,9 +98,9 @@ class LatteTrainer(Trainer):
         self._sharded, self.group = False, None
         self._use_cache = getattr(model.config, "use_cache", False)
         apply_speed_options(model, recipe)
-        # The loss of some libraries is a mean over the batch, of others over all micro-batches.
-        # Some accept `num_items_in_batch` without using it. So for a comparator that does not
-        # declare that it divides by it, the loss is computed here from the logits.
+        # The loss of some libraries is a mean over the batch, that of others over all
+        # micro-batches, and some accept `num_items_in_batch` without using it. So the loss is
+        # computed here from the logits, unless a baseline declares that it divides by this number.
         logits_alone = recipe.model.is_comparator and not getattr(
             model, "accepts_loss_kwargs", False
         )

@@ -1,4 +1,4 @@
-// One head of one sequence: what is kept of it from chunk to chunk, and the room for a chunk.
+// One head of one sequence: the data that stays from chunk to chunk, and the buffers of a chunk.
 
 // The sinks of a sequence, ready to be read by queries, in rows of whole vectors.
 struct SinkKeys {
@@ -18,8 +18,8 @@ struct Latents {
     T *top, *mass, *sum;
 };
 
-// Tokens of a chunk with one reference for every latent, the state before them, and what they
-// forget of it in all.
+// Tokens of a chunk with one reference for every latent, the state before them, and the total
+// log-decay of each of them.
 struct LatentRun {
     int64_t begin, end;
     Latents before;
@@ -39,7 +39,7 @@ struct HeadData {
     const bool near, far, back, forgets;
     const int64_t delay;      // tokens by which latents are late
     const bool late, shared;  // latents; that share the columns of a chunk's own keys
-    int64_t heard = 0;        // the first token at which late latents have received a source
+    int64_t heard = 0;        // the first token at which delayed latents have received a source
     const int64_t column;  // of p at which latent_q begins: the window's is W - 1, latents follow
     Memory own_memory;
     std::vector<Keys> ring;
@@ -47,9 +47,9 @@ struct HeadData {
         *e_panels, *alpha, *ratio, *out, *before, *delta, *lost, *pulled, *dkeys, *turned, *tops,
         *at_row, *totals, *reverse, *scalar, *sink_queries, *scores, *late_v, *late_panels,
         *late_pairs, *late_dv, *key_rows = nullptr, *value_rows = nullptr;
-    // What a product has been given, as factors.
+    // Inputs of a product, as factors.
     Factor<T>*left = nullptr, *right = nullptr;
-    // Bf16 numbers stay as they are: the scale is on the scores then, otherwise on the queries.
+    // The scale is applied to the scores if inputs stay in bf16, otherwise to the queries.
     const T query_scale, score_scale;
     SinkKeys sinks;
     Latents state;
@@ -70,7 +70,7 @@ struct HeadData {
         slots = (reach + late + TOKENS - 1) / TOKENS + 1;  // late: and the token that leaves
         columns = slots * TOKENS, base = columns - TOKENS, ld = columns + Sp;
         for (Memory* memory : {&own_memory, &common}) {
-            for (int pass = 0; pass < 2; ++pass) {  // first how much, then where
+            for (int pass = 0; pass < 2; ++pass) {  // first the sizes, then the places
                 memory->used = 0;
                 auto room = [&](int64_t count) { return memory->room<T>(count); };
                 if (memory == &common) divide(room);
@@ -80,7 +80,7 @@ struct HeadData {
         }
     }
 
-    // Room for so many rows of n numbers, as factors.
+    // Room for rows of n numbers, as factors.
     template <class Room>
     Factor<T>* room_for_factors(const Room& room, int64_t rows, int64_t n) {
         static_assert(sizeof(Factor<T>) == sizeof(T));
@@ -132,7 +132,7 @@ struct HeadData {
         slope = room(op.softcap ? TOKENS * ld : 0), before = room(TOKENS * TOKENS);
         delta = room(TOKENS * Lp), lost = room(TOKENS * Lp), pulled = room(TOKENS * Lq + W);
         dkeys = room(TOKENS * Lp), turned = room(Dp * Lp);
-        if (late || !far || !op.plan.split) return;  // what a part alone has: attention_parts.h
+        if (late || !far || !op.plan.split) return;  // for parts alone: attention_parts.h
         scores = room(TOKENS * TOKENS), late_v = room(TOKENS * Dp);
         late_panels = room(TOKENS * D), late_pairs = room(TOKENS * TOKENS);
     }
@@ -142,7 +142,7 @@ struct HeadData {
     bool real(int64_t token) const {
         return !op.mask || op.mask.at<bool>()[task.row * op.tokens() + task.begin + token];
     }
-    // Whether there is a source for latents: a real token, or a pending one before the first.
+    // Whether there is a source for latents: a valid token, or a pending one before the first.
     bool source(int64_t token) const {
         if (token >= 0) return real(token);
         return op.pending_k && op.pending_mask.at<bool>()[(task.n + 1) * delay + token];

@@ -1,4 +1,4 @@
-// The latents of a head: runs with one reference, their state, and back.
+// The latents of a head: runs with one reference, their state, and the backward pass.
 
 #include "attention_window.h"
 
@@ -41,7 +41,7 @@ struct LatentHead : WindowHead {
         take(x, task.row, task.begin + first + old, head, rows - old, to + old * n, n);
     }
 
-    // The latents' logits of a chunk, -inf where a source does not count, and what they forget.
+    // The latents' logits of a chunk, -inf where a source does not count, and their log-decays.
     void load_logits(int64_t chunk, int64_t rows) {
         const int64_t token = task.begin + chunk * TOKENS;
         take_sources(op.latent_k, op.pending_k, task.h, chunk, rows, keys, Lp);
@@ -63,8 +63,8 @@ struct LatentHead : WindowHead {
         for (int64_t d = 0; d < Dp; ++d) state.sum[l * Dp + d] *= factor;
     }
 
-    // The state after a run: its reference falls by what was forgotten, to the nearest number, and
-    // what is left of that goes into the sums.
+    // The state after a run: the log-decay is added to its reference, rounded to the nearest
+    // number. The rounding error goes into the sums.
     void forget(const T* decay) {
         for (int64_t l = 0; l < L; ++l) {
             if (decay[l] == T(0) || state.top[l] == lowest) continue;
@@ -73,7 +73,7 @@ struct LatentHead : WindowHead {
         }
     }
 
-    // What latents l ... forget from the start of a run to row i, its own part included.
+    // The log-decays of latents l ... summed from the start of a run through row i.
     V<T> forget_at(int64_t begin, int64_t i, int64_t l) {
         V<T> sum = load_all(decays + i * Lp + l);
         if (i > begin) sum = sum + load_all(forgotten + (i - 1) * Lp + l);
@@ -105,13 +105,13 @@ struct LatentHead : WindowHead {
         return rows;
     }
 
-    // e, alpha and p / alpha of a run; what has seen nothing has alpha = 0 and a ratio of 0.
+    // e, alpha and p / alpha of a run; alpha and the ratio are 0 in latents that have seen nothing.
     void scale_keys(const LatentRun& run) {
         for (int64_t l = 0; l < Lp; l += W) {
             V<T> reference = load_all(run.before.top + l), mass = load_all(run.before.mass + l);
             reference = select(all(lowest) < reference, reference, V<T>{});
             for (int64_t i = run.begin; i < run.end; ++i) {
-                V<T> x = load_all(keys + i * Lp + l) - reference;  // of large logits it is exact
+                V<T> x = load_all(keys + i * Lp + l) - reference;  // exact for large logits
                 if (forgets) x = x - load_all(forgotten + i * Lp + l);
                 x = decay(x).kept;
                 mass = mass + x;
@@ -129,7 +129,7 @@ struct LatentHead : WindowHead {
         return {begin, end, state, forgotten + (end - 1) * Lp};
     }
 
-    // Takes the run's sources in.
+    // Adds the run's sources to the state.
     void take_in(const LatentRun& run, const T* v) {
         product(state.sum, Dp, true, L, Dp, e + run.begin * Lp, int64_t(1), Lp, v + run.begin * Dp,
                 Dp, run.end - run.begin);
@@ -169,7 +169,7 @@ struct LatentHead : WindowHead {
         while (heard < task.count && !source(heard - delay)) ++heard;
     }
 
-    // Adds to the outputs the sources that late latents received in a run, up to a query's own
+    // Adds to the outputs the sources that delayed latents received in a run, up to a query's own
     // source.
     void with_late(const LatentRun& run, bool strange) {
         const int64_t begin = run.begin, together = strange ? 1 : ROWS;
@@ -240,7 +240,7 @@ struct LatentHead : WindowHead {
             if (!source(chunk * TOKENS - delay + i)) clear(to + i * Dp, Dp);
     }
 
-    // From the gradient of the state after the last token: R and its scalar, relative to its top.
+    // R and its scalar from the gradient of the state after the last token, relative to its top.
     void begin_reverse() {
         clear(reverse, Lp * Dp);
         const Tensor &dmass = op.dlast_mass, &dmean = op.dlast_mean;
@@ -260,7 +260,7 @@ struct LatentHead : WindowHead {
         }
     }
 
-    // R and its scalar relative to the reference of an earlier run instead of `from`.
+    // Makes R and its scalar relative to the reference of an earlier run, in place of `from`.
     void refer_back(const T* from, const LatentRun& run) {
         for (int64_t l = 0; l < L; ++l) {
             const T to = run.before.top[l], decay = run.forgotten[l];
@@ -288,7 +288,7 @@ struct LatentHead : WindowHead {
         }
     }
 
-    // Values of late sources, and <dy_t, v_s> of those that a query's latents have received.
+    // Values of delayed sources, and <dy_t, v_s> of those that a query's latents have received.
     void load_late(int64_t c, int64_t rows) {
         load_values(c, rows, late_v);
         turn<T>(late_v, Dp, 0, rows, D, late_panels);
@@ -299,7 +299,7 @@ struct LatentHead : WindowHead {
         clear(scores, rows * TOKENS);
     }
 
-    // Gradients of late values by the scores alone: of each, from the queries after it.
+    // Gradients of delayed values through the scores, from the queries after each.
     void to_late(int64_t rows) {
         for (int64_t d = 0; d < Dp; d += W)
             for (int64_t i = 0; i < rows; i += ROWS)
@@ -307,7 +307,7 @@ struct LatentHead : WindowHead {
                      scores + i * TOKENS + i, 1, TOKENS, dy + i * Dp + d, Dp, rows - i);
     }
 
-    // Gradients of late sources: to the chunks of keys that they are in, or to what is pending.
+    // Adds the gradients of delayed sources to their chunks of keys, or to the pending sources.
     void put_late(int64_t c, int64_t rows) {
         const int64_t first = c * TOKENS - delay, old = pending_rows(c, rows);
         if (old && op.pending_k) {
@@ -338,7 +338,7 @@ struct LatentHead : WindowHead {
         return first;
     }
 
-    // The latents' part, and with it that of all weights in the gradients of the values they share.
+    // The gradients through the latents, and all gradients of the values that they share.
     void backward_latents(int64_t c, int64_t rows) {
         const int64_t token = task.begin + c * TOKENS;
         load_logits(c, rows);
@@ -370,8 +370,8 @@ struct LatentHead : WindowHead {
         if (forgets) put(op.dlog_decay, task.row, token, task.h, rows, decays, Lp);
     }
 
-    // delta_t = <dy_t, sum_s e_s v_s + U> of a run, p d and the sums of p d / alpha from the end;
-    // and the scalar with all of them. `products` holds <dy_t, v_s>.
+    // Of a run: delta_t = <dy_t, sum_s e_s v_s + U>, p d, the sums of p d / alpha from the end, and
+    // the scalar with these added. `products` holds <dy_t, v_s>.
     void through_mass(const LatentRun& run, const T* products, int64_t ldp) {
         const int64_t begin = run.begin, end = run.end, count = end - begin;
         for (int64_t i = begin; i < end; ++i) {  // <dy_t, v_s> for s <= t alone
@@ -407,7 +407,7 @@ struct LatentHead : WindowHead {
         }
     }
 
-    // R with the queries of a run.
+    // Adds the queries of a run to R.
     void add_reverse(const LatentRun& run) {
         product(reverse, Dp, true, L, Dp, ratio + run.begin * Lp, int64_t(1), Lp,
                 dy + run.begin * Dp, Dp, run.end - run.begin);
@@ -432,7 +432,7 @@ struct LatentHead : WindowHead {
         if (forgets) backward_decays(run);
     }
 
-    // The gradients of what a run's tokens forget, in the place of that.
+    // Overwrites the log-decays of a run's tokens with their gradients.
     void backward_decays(const LatentRun& run) {
         for (int64_t l = 0; l < L; ++l) at_row[l] = log_mass_gradient(run.before, l);
         for (int64_t l = 0; l < Lp; l += W) {

@@ -22,15 +22,15 @@
 // (r, m, U) is relative to the largest logit so far. The backward pass uses the saved states at
 // every SEGMENT tokens, and computes everything else again.
 //
-// Latents that forget use k_s - G_s in place of k_s, with G_s = g_1 + ... + g_s from the run's
-// start. After the run r becomes r + G, so that no sum is longer than a run. With dA the gradient
-// of the log-mass before the run
+// With decay, k_s - G_s takes the place of k_s, with G_s = g_1 + ... + g_s from the run's start.
+// After the run r becomes r + G, so that no sum is longer than a run. With dA the gradient of the
+// log-mass before the run
 //
 //     dA[l] = <R[l], U[l]> - m sum_t p_t d_t / alpha_t,  dg_t[l] = dA[l] + sum_{s<t} dk_s[l]
 //
 // Sinks are keys of a sequence that all its queries read, at any distance. They are S more columns
-// of the window's logits, after the columns of the chunks. Latents that are late (delay = W) add
-// the source t - W at token t. Their runs are the same, over keys and values of other tokens. They
+// of the window's logits, after the columns of the chunks. Delayed latents (delay = W) add the
+// source t - W at token t. Their runs are the same, over keys and values of other tokens. They
 // have separate scores, because they share no column with the window.
 //
 // With joint, one softmax covers the window's keys and the latents. p is then the softmax over the
@@ -50,15 +50,13 @@
 namespace latte {
 
 constexpr double REACH = 16.0;  // exp(k - r) is as exact as its argument
-// The reach of keys after which something was forgotten: the past loses weight as fast as they
-// gain it.
+// The reach with decay: the past loses weight as fast as new keys gain it.
 constexpr double FORGETTING_REACH = 40.0;
 
-// What the parts of split sequences give to each other: P borders, r rows of keys before each of
-// them that queries after it read. A part has the border at its beginning, so a first part has
-// none.
+// The data that parts of split sequences exchange: P borders, with r rows of keys before each that
+// queries after it read. A part owns the border at its beginning, so a first part has none.
 struct Borders {
-    Tensor forgotten;             // (P,H,L), fp64: what a part forgets in all
+    Tensor forgotten;             // (P,H,L), fp64: a part's total log-decay
     Tensor reverse, scalar, top;  // (P,H,L,D), (P,H,L) x 2: R where a part begins, its reference
     Tensor dk, dv;                // (P,r,H,K), (P,r,H,D): of the rows before a part, by the part
     Tensor dsink_k, dsink_v;      // (P,S,H,K), (P,S,H,D): by the part

@@ -7,7 +7,7 @@
 //
 //     top = max(top_a + G, top_b),  m = e^{top_a + G - top} m_a + e^{top_b - top} m_b,  U as m
 //
-// with G what the later part forgets. Backward the same holds for R and its scalar, from the end.
+// with G the later part's total log-decay. Backward, R and its scalar are merged from the end.
 // There a part needs p and <dy, v> too. The gradients of keys before a part are kept apart, and
 // added when all parts are done.
 
@@ -16,8 +16,7 @@
 struct PartHead : LatentHead {
     using LatentHead::LatentHead;
 
-    // What a part forgets in all. No one asks that of a first part, before which there is no
-    // border.
+    // A part's total log-decay. First parts do not need it, because no border is before them.
     void add_forgotten(const LatentRun& run) {
         double* total = op.borders.forgotten.at<double>() + border_at(task.border);
         for (int64_t l = 0; l < L; ++l) total[l] += double(run.forgotten[l]);
@@ -37,8 +36,8 @@ struct PartHead : LatentHead {
     }
     void end_local() { put_kept(task.stop / SEGMENT); }
 
-    // R and its scalar after the last token of the task: from the gradients of the final state, or,
-    // in an earlier part, nothing.
+    // R and its scalar after the last token of the task: from the gradients of the final state, or
+    // zero in an earlier part.
     void begin_end() {
         if (!far) return;
         if (chunks()) walk_segment((task.stop - 1) / SEGMENT);
@@ -194,7 +193,7 @@ static void add_tokens(const Tensor& x, int64_t row, const Tensor& to, int64_t t
     }
 }
 
-// Adds what parts have given to keys before them, and to sinks, in the order of the parts.
+// Adds the parts' gradients of the keys before them and of sinks, in the order of the parts.
 static void add_borders(const Attention& op) {
     if (!op.near()) return;
     const int64_t rows = op.border_rows(), S = op.sinks();

@@ -23,9 +23,9 @@ namespace latte {
 constexpr int64_t TOKENS = 64;    // C: of a chunk, a multiple of every vector's width
 constexpr int64_t SEGMENT = 256;  // tokens between two states that are kept, in whole chunks
 constexpr int64_t TOGETHER = 4;   // heads of a sequence that are processed in turns
-constexpr int64_t LONG = 1024;    // tokens from which that costs less than its memory
+constexpr int64_t LONG = 1024;    // tokens from which taking turns saves more than its memory costs
 constexpr int64_t PART = 1024;    // tokens of a part at least, in whole segments
-// The share of time that more heads in turns are worth.
+// Fewer heads take turns only if this saves more than 1 / WORTH of the time.
 constexpr int64_t WORTH = 16;
 
 // Tokens from ... stop of some heads of a sequence.

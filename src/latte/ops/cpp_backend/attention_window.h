@@ -1,11 +1,11 @@
-// The window of a head and its sinks: scores, their softmax, the products with values, and back.
+// The window of a head and its sinks: scores, softmax, products with values, and the backward pass.
 
 #include "attention_head.h"
 
 struct WindowHead : HeadData {
     using HeadData::HeadData;
 
-    // Keys and values of a chunk. Chunks before the first one have those of the earlier state.
+    // Keys and values of a chunk. Chunks before the first one hold the earlier state's.
     void load_keys(int64_t chunk) {
         Keys& s = slot(chunk);
         const int64_t first = chunk * TOKENS, P = op.tail();
@@ -83,7 +83,7 @@ struct WindowHead : HeadData {
     void over_keys(int64_t rows, T* c, int64_t ldc, bool add, const Factor<T>* a,
                    const Factor<T>* b, int64_t n, int64_t first, int64_t stop, bool apart) {
         const int64_t lda = ld / PAIR;
-        // A pair of which only one key is read: the other one is 0 in a copy.
+        // If a query reads only one key of a pair, the other one is 0 in a copy.
         const auto one_key = [&](int64_t key) {
 #if LATTE_PAIRS
             Pair edge[W];
@@ -209,8 +209,8 @@ struct WindowHead : HeadData {
             store_all(x + c, V<T>{});
     }
 
-    // p of the latents' queries, in p; and of the window's scores weights, in logits: forward times
-    // the window's p, which is all of a query's weights but those of the latents.
+    // Writes the mixture's probabilities to p, and the softmax of the window's scores to logits. In
+    // the forward pass the latter are multiplied by the window's p.
     void probabilities(int64_t chunk, int64_t rows) {
         const int64_t token = task.begin + chunk * TOKENS;
         if (far) take(op.latent_q, task.row, token, task.h, rows, p + column, Lq);
@@ -254,7 +254,7 @@ struct WindowHead : HeadData {
     }
 
     // p of query i, from the logits in its place. The window has all of p if there are no latents,
-    // or if the latents are late and have received nothing.
+    // or if delayed latents have received nothing yet.
     void mix(int64_t chunk, int64_t i) {
         T* x = p + i * Lq;
         if (far) soften(x, {column, W + L}, {0, 0}, T(1));
@@ -282,7 +282,7 @@ struct WindowHead : HeadData {
         clear_around(chunk, i, shared, to);
     }
 
-    // Gradients of the tail's keys and values: 0 for those that no query has reached.
+    // Gradients of the tail's keys and values: 0 if no query reaches them.
     void end_tail() {
         const int64_t P = op.tail();
         for (int64_t c = (-P - TOKENS + 1) / TOKENS; c < 0; ++c) {
@@ -315,8 +315,8 @@ struct WindowHead : HeadData {
         put(op.dsink_q, task.row, task.begin + c * TOKENS, task.h, rows, sink_queries, Kp);
     }
 
-    // From weights in logits and <dy, v> in pairs: the weights' part in `weights`, the gradients of
-    // the scores in logits, and p_t[0] times its gradient.
+    // Reads weights in `logits` and <dy, v> in `pairs`. Adds the window's part to `weights`, writes
+    // the gradients of the scores to `logits`, and computes p_t[0] times its gradient.
     void through_window(int64_t chunk, int64_t i) {
         share_out(chunk, i);
         T *x = logits + i * ld, *y = pairs + i * ld;
@@ -330,8 +330,8 @@ struct WindowHead : HeadData {
         if (!op.joint) through_softmax(chunk, i, total);
     }
 
-    // The gradients of the scores, in the place of weights; `total`: the mean of <dy, v> over what
-    // the softmax is over.
+    // Overwrites the weights with the gradients of the scores. `total` is the mean of <dy, v> under
+    // the softmax.
     void through_softmax(int64_t chunk, int64_t i, T total) {
         T *x = logits + i * ld, *y = pairs + i * ld;
         const T share = p[i * Lq + W - 1] * score_scale;
@@ -343,7 +343,7 @@ struct WindowHead : HeadData {
         clear_around(chunk, i, false, x);
     }
 
-    // The keys before the last chunk, and those that its queries read besides.
+    // Loads the last chunk's keys and the earlier keys that its queries read.
     void load_last_keys() {
         for (int64_t c = chunks() - slots + 1; c < chunks() && chunks(); ++c)
             if ((c + 1) * TOKENS > low) load_keys(c);

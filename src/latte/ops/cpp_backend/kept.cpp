@@ -30,7 +30,7 @@ static void numbers(Stack& stack, KeptAttention& op) {
     op.scale = stack.number(), op.softcap = stack.number();
 }
 
-// The places that are there are of slots of their own row.
+// Places that are marked as there must be slots of their own row.
 static void check_places(const Expect& expect, const KeptAttention& op, const Tensor& places,
                          const Tensor& there, const char* condition) {
     const int64_t each = count_of(places) / op.batch(), row = op.slots() * op.groups();
@@ -151,7 +151,7 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     check_inputs(expect, op), check_gradients(expect, op);
     op.divide();
     const int32_t sums = wide(op.v);
-    // Like an input. It begins with zeros where not all of it is written.
+    // A result like an input. It begins with zeros if the kernel writes only a part of it.
     const auto made = [&](const Tensor& x, int32_t dtype, bool zeros) {
         if (!x) return Tensor::empty({0}, op.v.dtype);
         Tensor found = Tensor::empty(x.sizes, x.dims, dtype);
@@ -166,7 +166,7 @@ static void backward(StableIValue* arguments, uint64_t, uint64_t) {
     op.dlog_decay = made(op.log_decay, sums, partly);
     op.dold_log_decay = made(op.old_log_decay, sums, true);
     op.dlog_mass = made(op.log_mass, sums, false), op.dmean = made(op.mean, sums, false);
-    // Many blocks add to keys and values, of each set of heads apart.
+    // Many blocks add to the gradients of keys and values: each set of heads has its own sums.
     const auto added = [&](const Tensor& x) {
         if (!x) return Tensor::empty({0}, op.v.dtype);
         Tensor found = Tensor::empty({x.sizes[0], x.sizes[1], op.sets, x.sizes[3]}, sums);

@@ -9,16 +9,16 @@
 // keys, sinks and latents, and keys of the window from the same one on. A plan says which these
 // are: the kept tokens of each block, and the sources that the latents read before its first query.
 //
-// A task is one group of key heads of one row, or one head where threads would wait for groups. Its
-// R heads are processed together, the heads of a query one after the other: they share the keys and
-// values of a block, which are gathered once. Of a block's queries some are processed at once, so
-// that their weights stay in the cache.
+// A task is one group of key heads of one row, or one head where there are fewer groups than
+// threads. Its R heads are processed together, because they share the keys and values of a block,
+// which are gathered once. At most QUERIES rows are processed together, so that their weights stay
+// in the cache.
 //
-// The latents' state is (r, m, U) with sums relative to a reference r, the largest logit so far.
-// What latents forget is summed from the start of each sequence, in fp64: a source loses what is
-// forgotten between the token at which it left the window and the block at which it is read. The
-// backward pass begins with the states that are saved at every SEGMENT tokens, and computes
-// everything else again. With R and n the gradients of U and m
+// The latents' state is (r, m, U): r is the running maximum of the logits, and the sums m and U are
+// relative to it. Log-decays are summed from the start of each sequence, in fp64. A source decays
+// from the token at which it left the window until the block at which it is read. The backward pass
+// begins with the states that are saved at every SEGMENT tokens, and computes everything else
+// again. With R and n the gradients of U and m
 //
 //     dmu_z[l] = sum_t p_t(l) dy_t,   R += dmu_z / m_z,   n -= <dmu_z, mu_z> / m_z
 //     dk_r[l] = e_r (<R, v_r> + n),   dv_r = sum_l e_r[l] R[l],   e_r = exp(k_r - r_z)

@@ -139,7 +139,7 @@ static Register registered_kept("cpu_kept_step", take_kept_step);
 #include "rows.h"
 #include "step_rows.h"
 
-// The latents of a group's heads forget. What has left the window forgets as if they had read it.
+// Applies a token's decay to a group's latents, and to the sources that have left the window.
 template <class T>
 static void forget(const KeptStep& step, int64_t b, int64_t g, T* decay) {
     using Numbers = typename Raw<T>::numbers;
@@ -183,7 +183,7 @@ static void read_sources(const KeptStep& step, int64_t b, int64_t g,
     for (int64_t head = g * step.share(); head < (g + 1) * step.share(); ++head) {
         T* log_mass = step.log_mass.at<T>() + (b * step.heads() + head) * L;
         T* mean = step.mean.at<T>() + (b * step.heads() + head) * L * D;
-        // Of each latent the state before, then the sources.
+        // For each latent: the earlier state, then the sources.
         for (int64_t l = 0; l < L; ++l) logits[l * room] = log_mass[l];
         for (int64_t x = 0; x < X; ++x) {
             const int64_t at = (b * step.heads() + head) * step.slots() + slots[size_t(x)];
@@ -222,7 +222,7 @@ static void move_source(const KeptStep& step, int64_t b, int64_t g, int64_t from
     scores[to] = scores[from], step.places(b, g)[to] = step.places(b, g)[from];
 }
 
-// Sources leave the window: the largest of all that have left are kept, the later one of equals.
+// Sources leave the window. Those with the largest scores are kept; of equal scores, the later.
 template <class S, class T>
 static void update(const KeptStep& step, int64_t b, int64_t g) {
     constexpr T lowest = -std::numeric_limits<T>::infinity();
@@ -291,7 +291,7 @@ static void put(const KeptStep& step, int64_t b, int64_t g, T* x) {
     }
 }
 
-// What the buffers of one group hold after the token.
+// Writes the buffers of one group for the token.
 template <class S, class T>
 static void take_in(const KeptStep& step, int64_t b, int64_t g, T* x) {
     if (!step.is_real(b)) return;
@@ -300,7 +300,7 @@ static void take_in(const KeptStep& step, int64_t b, int64_t g, T* x) {
     put<S>(step, b, g, x);
 }
 
-// Heads that attend together: one reading of keys and values is for all of them. Their sums stay in
+// Number of heads that attend together and so read keys and values once. Their sums stay in
 // registers, of which AVX-512 has more.
 constexpr int TOGETHER = LATTE_WIDTH == 64 ? 3 : 1;
 
@@ -310,7 +310,7 @@ struct Head {
     T *q, *far_q, *logits, *y;
 };
 
-// products() of several heads with the same rows, in their logits.
+// products() of several heads with the same rows, written to their logits.
 template <int heads, class S, class T>
 static void products_of(const Head<T>* each, const S* rows, int64_t size, int64_t count,
                         const bool* wanted) {
@@ -356,7 +356,7 @@ static void products_of(const Head<T>* each, const S* rows, int64_t size, int64_
     }
 }
 
-// add_rows() of several heads with the same rows, from 0 on. Unwanted rows are not read.
+// add_rows() of several heads with the same rows, from 0 on. Only wanted rows are read.
 template <int heads, class S, class T>
 static void add_rows_of(const Head<T>* each, const S* rows, int64_t size, int64_t count,
                         const bool* wanted) {
@@ -410,7 +410,7 @@ static void attend(const KeptStep& step, int64_t b, int64_t first, int64_t count
     const S* keys = KeptStep::row_of<S>(step.keys, b, g, 0);
     const S* values = KeptStep::row_of<S>(step.values, b, g, 0);
     of_heads(count, [&](auto together) { products_of<together>(heads, keys, K, M, seen); });
-    // What has read no source is not there.
+    // Latents that have read no source have no weight.
     const T* masses = step.log_mass.at<T>() + (b * step.heads() + g * step.share()) * L;
     const bool late =
         std::any_of(masses, masses + step.share() * L, [](T x) { return x != lowest; });
@@ -429,7 +429,7 @@ static void attend(const KeptStep& step, int64_t b, int64_t first, int64_t count
         for (int64_t slot = 0; slot < M; ++slot)
             if (!seen[slot]) logits[slot] = lowest;
         if (late) {
-            // The first one is for all exact keys.
+            // Subtracting the first logit here has the effect of adding it to all exact keys.
             T* own = heads[h].y;
             logits_of(step.latent_q, b, first + h, own);
             for (int64_t l = 0; l < L; ++l) logits[exact + l] = own[1 + l] - own[0];

@@ -1,7 +1,7 @@
 // One group of key heads of one row, block by block: forward and backward.
 //
-// A row of logits has columns for the latents, the sinks, the kept keys and those of the window,
-// next to each other, so that what a query sees is one span: latents end at `first`, sinks at
+// A row of logits has columns for the latents, the sinks, the kept keys and the window's keys, in
+// this order. So the columns that a query sees are one span. Latents end at `first`, sinks at
 // `base`.
 
 struct Columns {
@@ -22,25 +22,25 @@ struct KeptHead {
     const bool back, far, forgets;
     const T query_scale, score_scale;  // as in attention_head.h
     Memory memory;
-    // Of a block: keys and values by column, and as panels; and what they get.
+    // A block's keys and values by column, and as panels; and their gradients.
     Factor<T>*keys, *key_panels, *values, *value_panels = nullptr, *sink_panels,
                                           *sink_value_panels = nullptr;
     T *key_rows, *value_rows, *dkeys = nullptr, *dvalues = nullptr;
-    // Of the queries that are processed at once.
+    // The queries that are processed together.
     T *queries, *sink_queries, *latent_rows, *logits, *pairs = nullptr, *slope = nullptr, *out,
                                                       *dy = nullptr, *inverse;
-    Factor<T>*left = nullptr, *right = nullptr;  // what a product has been given, as factors
-    // Of the latents: their state, how much of it an update left, what they read.
+    Factor<T>*left = nullptr, *right = nullptr;  // inputs of a product, as factors
+    // The latents' state, the share of it that an update left, the sources they read.
     T *mass, *sum, *mean, *remains, *e, *late_v;
     double *top, *raw, *highest, *forgotten;
-    // Of a segment: the states after each update. Of the way back: R and n, the means turned.
+    // A segment's states after each update. Backward: R and n, the means transposed.
     T *masses = nullptr, *means = nullptr, *left_of = nullptr, *reverse = nullptr,
       *scalar = nullptr, *dmean = nullptr, *turned = nullptr, *dlate = nullptr;
     double *tops = nullptr, *dforgotten = nullptr;
     std::vector<int64_t> sources;               // of the block's keys, by column from `base` on
     std::vector<int64_t> hidden;                // columns that no query sees
     std::vector<int64_t> read;                  // slots that the latents read at the block's update
-    std::vector<int64_t> stops;                 // where the columns end that each row at once sees
+    std::vector<int64_t> stops;                 // where the columns end that each row sees
     int64_t b = 0, g = 0, set = 0, h0 = 0;      // row, group, set of heads, its first head
     int64_t z = 0, begin = 0, rows_in_all = 0;  // block, its first slot, slots up to the last query
     Columns visible{};                          // to the block's first query
@@ -53,14 +53,14 @@ struct KeptHead {
           together(least(C, most(1, QUERIES / R))), back(backward), far(op.far()),
           forgets(bool(op.log_decay)), query_scale(PAIR == 1 ? T(op.scale) : T(1)),
           score_scale(PAIR == 1 ? T(1) : T(op.scale)) {
-        for (int pass = 0; pass < 2; ++pass) {  // first how much, then where
+        for (int pass = 0; pass < 2; ++pass) {  // first the sizes, then the places
             memory.used = 0;
             divide();
             if (!pass) memory.reserve();
         }
     }
 
-    // The most keys of a block, without sinks.
+    // The largest number of keys of a block, without sinks.
     int64_t longest() const { return J + least(op.window - 1, op.slots()) + C; }
     int64_t rows_at_once() const { return together * R; }
 
@@ -98,13 +98,14 @@ struct KeptHead {
     }
 
     int64_t token_of(int64_t source) const { return source - op.old(); }
-    // Which source is at a slot: of the old ones, then of the tokens; -1 for none.
+    // The source at a slot: the old sources come first, then the tokens; -1 for none.
     int64_t source_at(int64_t slot) const {
         if (op.source) return op.source.at<int64_t>()[b * op.slots() + slot];
         const int64_t token = slot - op.front;
         return token >= 0 && token < op.tokens() ? token : -1;
     }
-    // The token of a query of the block, or -1: the state holds tokens of the first block too.
+    // The token of one of the block's queries, or -1: some tokens of the first block are in the
+    // state.
     int64_t query_at(int64_t i) const { return most(-1, token_of(source_at(begin + i))); }
     int64_t plan_at(int64_t block, int64_t each) const {
         return ((b * op.groups() + g) * Z + block) * each;
@@ -119,7 +120,7 @@ struct KeptHead {
         return block == (op.ends ? op.ends.at<int64_t>()[state_of(block)] : Z - 1);
     }
 
-    // Rows of some sources, of T, zeros for none.
+    // The rows of some sources in T, with zeros where there is no source.
     void take_sources(const Tensor& x, const Tensor& old, const int64_t* which, int64_t count,
                       T* to, int64_t ldx) {
         const int64_t M = op.old();
@@ -179,12 +180,12 @@ struct KeptHead {
         else across(v, Dp, first, base + count, 0, Dp, values);
     }
 
-    // Rows as factors of products over their columns.
+    // Rows as factors of products that sum over their columns.
     void panels(const T* x, int64_t ldx, int64_t count, int64_t width, Factor<T>* to) {
         turn<T>(along(x, ldx, 0, count, 0, ldx, left), ldx / PAIR, 0, count, factors(width), to);
     }
 
-    // The first of the columns that queries see, and where those of a query end.
+    // The first column that the queries see, and where the columns of one query end.
     int64_t start() const { return visible.start; }
     int64_t stop_of(int64_t query) const { return visible.stop + query; }
     void find_stops(int64_t from, int64_t stop) {
@@ -193,7 +194,7 @@ struct KeptHead {
             stops.insert(stops.end(), size_t(R), stop_of(query));
     }
 
-    // Rows of queries from .. stop, of T: R for each.
+    // The rows of queries from .. stop in T: R rows for each.
     void take_queries(const Tensor& x, int64_t from, int64_t stop, T* to, int64_t ldx, T factor) {
         for (int64_t i = from; i < stop; ++i) {
             const int64_t token = query_at(i);
@@ -327,7 +328,7 @@ struct KeptHead {
         }
     }
 
-    // What is forgotten from the start of a sequence up to each slot, its own part included.
+    // The log-decays summed from the start of a sequence through each slot.
     void sum_decays() {
         clear(forgotten, RL * (slot_at(0) + 1));
         for (int64_t block = 0; block < Z; ++block)
@@ -344,12 +345,12 @@ struct KeptHead {
             }
     }
     int64_t slot_at(int64_t block) const { return op.front + block * C; }
-    // From one slot to another one of the same sequence.
+    // The log-decays between two slots of a sequence.
     void forget(int64_t from, int64_t to) {
         for (int64_t l = 0; l < RL; ++l)
             top[l] += forgotten[to * RL + l] - forgotten[from * RL + l];
     }
-    // What a source has lost up to a block, since it left the window.
+    // The log-decay of a source from when it left the window until a block.
     void add_forgotten(int64_t block, int64_t slot, double* to) const {
         const double *now = forgotten + slot_at(block) * RL, *then = forgotten + leaving(slot) * RL;
         for (int64_t l = 0; l < RL; ++l) to[l] += now[l] - then[l];
@@ -362,7 +363,8 @@ struct KeptHead {
     }
     int64_t leaving(int64_t slot) const { return least(slot + op.window, op.slots() - 1); }
 
-    // What the latents read at a block's update: slots, values, logits, and the largest of them.
+    // The sources that the latents read at a block's update: slots, values, logits and the largest
+    // logits.
     void load_late(int64_t block) {
         read.clear();
         const int64_t at = plan_at(block, C);
@@ -387,7 +389,7 @@ struct KeptHead {
             for (int64_t l = 0; l < RL; ++l) highest[l] = std::max(highest[l], own[l]);
         }
     }
-    // exp of the logits less the largest of all that was read.
+    // exp(logit - the largest logit read so far).
     void scale_late() {
         for (int64_t i = 0; i < int64_t(read.size()); ++i) {
             T* own = e + i * RLp;
@@ -475,7 +477,7 @@ struct KeptHead {
             if (op.ends.at<int64_t>()[s] < 0) put_state(s, -1);
     }
 
-    // ---- back
+    // ---- the backward pass
 
     // A block's queries from .. stop: gradients of them, of the keys and of the latents' means.
     void backward_queries(int64_t from, int64_t stop) {
@@ -503,8 +505,8 @@ struct KeptHead {
         put_queries(op.dsink_q, from, stop, sink_queries, Kp);
     }
 
-    // From exponentials in logits and <dy, v> in pairs: gradients of the scores in pairs, those of
-    // latent_q in its place, and dy times the inverse of the sum.
+    // Reads exponentials in `logits` and <dy, v> in `pairs`. Writes the gradients of the scores to
+    // `pairs`, those of latent_q to its place, and dy divided by the sum.
     void through_softmax(int64_t i, int64_t query, int64_t end, bool latents) {
         T *x = logits + i * ld, *y = pairs + i * ld, *to = latent_rows + i * Lq;
         const Span span = {start(), stop_of(query)};
@@ -533,7 +535,7 @@ struct KeptHead {
             store_all(dy + i * Dp + d, load_all(dy + i * Dp + d) * share);
     }
 
-    // Adds sum over queries of x[i][c] y_i to what the columns get.
+    // Adds the sum over queries of x[i][c] y_i to the gradients of the columns.
     void to_keys(int64_t from, int64_t stop, int64_t begin_at, int64_t end, const T* x, const T* y,
                  int64_t ldy, T* to) {
         const int64_t rows = (stop - from) * R;
@@ -541,7 +543,7 @@ struct KeptHead {
         const Factor<T>* of = across(y, ldy, 0, rows, 0, ldy, right);
         for (int64_t d = 0; d < ldy; d += W)
             for (int64_t c = begin_at; c < end; c += ROWS) {
-                // The first query that sees a column, and with it all those before it.
+                // The first query that sees a column sees all columns before it too.
                 const int64_t query = c + 1 - stop_of(0);
                 const int64_t row = least(most(0, query - from), stop - from) * R / PAIR;
                 tile(least(ROWS, end - c), to + c * ldy + d, ldy, true, a + row * ld + c,
@@ -549,7 +551,7 @@ struct KeptHead {
             }
     }
 
-    // The sum over columns of the gradients of the scores times their keys, in place of queries.
+    // Overwrites queries with the sum over columns of the scores' gradients times the keys.
     void to_queries(int64_t from, int64_t stop, int64_t begin_at, int64_t end, T* to) {
         const int64_t rows = (stop - from) * R, low = begin_at / PAIR * PAIR;
         const Factor<T>* a = along(pairs, ld, 0, rows, low, end, left);
@@ -564,7 +566,7 @@ struct KeptHead {
             store_all(to + i, load_all(to + i) * query_scale);
     }
 
-    // Adds rows to what sources get; in the order of the blocks, from the last one.
+    // Adds rows to the gradients of sources, block by block from the last one.
     void add_to(const Tensor& x, const Tensor& old, int64_t source, const T* from) {
         const bool past = source < op.old();
         const Tensor& all_of = past ? old : x;
@@ -659,14 +661,14 @@ struct KeptHead {
         }
     }
 
-    // The gradients of the logits of a source that the latents have read, and of what it lost: what
-    // is forgotten up to the block is common to all that a mean is made of.
+    // The gradients of the logits of a source that the latents have read, and of its log-decays.
+    // The log-decays up to the block are shared by all sources of a mean.
     void put_late(int64_t slot, const T* from) {
         const int64_t source = source_at(slot);
         const bool past = source < op.old();
         const Tensor& x = past ? op.dold_latent_k : op.dlatent_k;
         for (int64_t r = 0; r < R; ++r) {
-            copy(dmean, from + r * L, L);  // by now it is free
+            copy(dmean, from + r * L, L);  // not used any more
             put(x, b, past ? source : token_of(source), h0 + r, 1, dmean, whole<T>(L));
         }
         if (!forgets) return;
@@ -704,7 +706,7 @@ struct KeptHead {
         if (forgets) put_decays();
     }
 
-    // A decay is part of all that is forgotten up to a later slot of its sequence.
+    // A log-decay is part of the sums up to all later slots of its sequence.
     void put_decays() {
         for (int64_t block = Z - 1; block >= 0; --block)
             for (int64_t slot = slot_at(block) + C - 1; slot >= slot_at(block); --slot) {
@@ -736,7 +738,7 @@ struct KeptHead {
     }
 };
 
-// Calls (head.*work)(row, set) for each of both.
+// Calls (head.*work)(row, set) for each row and set.
 static void every_set(const KeptAttention& op, bool back,
                       void (KeptHead::*work)(int64_t, int64_t)) {
     parallel_tasks(op.batch() * op.sets, [&](Tasks& tasks) {

@@ -61,7 +61,7 @@ struct Products {
     Tensor x, outs[3], residual;  // (..., K), (..., N) each, (..., N) contiguous
     Integers maps[3];
     int64_t count = 0;
-    // Of a feed-forward network: the maps are gate, up and down.
+    // For a feed-forward network, whose maps are gate, up and down.
     Tensor norm;  // (K,)
     double eps = 0.0, offset = 0.0;
     Gate gate = Gate::none;

@@ -39,7 +39,7 @@ template <class T> LATTE_INLINE V<T> lanes() {
     for (int64_t j = 0; j < width<T>; ++j) numbers[j] = T(j);
     return load_all(numbers);
 }
-// x where first <= place < stop, else y: places are those of the lanes, from `at` on.
+// x where first <= place < stop, else y. The lanes' places begin at `at`.
 template <class T>
 LATTE_INLINE V<T> within(V<T> x, V<T> y, int64_t at, int64_t first, int64_t stop) {
     if (__builtin_expect(at >= first && at + width<T> <= stop, 1)) return x;

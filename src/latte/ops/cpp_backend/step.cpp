@@ -12,7 +12,7 @@
 // for latent keys exists beside those for keys and values. While the latents have received nothing,
 // p(0) = 1.
 //
-// Sinks are the first n real tokens of a row. A sink that is W positions or more before the token
+// Sinks are the first n valid tokens of a row. A sink that is W positions or more before the token
 // has left the window. It is then an additional slot, for which the query is rotated by a separate
 // table.
 //
@@ -32,7 +32,7 @@ struct Step {
     Tensor cos, sin;                        // (B or 1, 1, 1 or 2, K/2): the last of each row
     Tensor pending;                         // (B,H,W,L): delayed latents' keys of the ring's tokens
     Tensor sink_keys, sink_values;          // (B,G,n,K), (B,G,n,D)
-    Tensor position, sink_cos, sink_sin;    // (B,) int64: real tokens before; as cos and sin
+    Tensor position, sink_cos, sink_sin;    // (B,) int64: valid tokens before; as cos and sin
     double scale = 1.0, softcap = 0.0;      // 0: none
     bool joint = false;                     // p(0)'s logit has the window's logsumexp added
     int64_t length = 0;                     // slots that are used
@@ -171,7 +171,7 @@ private:
     std::vector<T> memory;
 };
 
-// The log-masses of one head's latents after they forget. Late latents may do so at a token at
+// The log-masses of one head's latents after they forget. Delayed latents may do so at a token at
 // which they read no source.
 template <class T>
 static void forget(const Step& step, int64_t b, int64_t head, const Room<T>& room) {

@@ -2,9 +2,9 @@
 
 The choice depends on scores and masks alone. It is made first, without gradients, as indices: the N
 largest scores up to each block come from a scan of merges. Tokens are laid out by their positions,
-in blocks of C, behind those that the state holds. All queries of a block read the same keys, but
-for the triangle of its own: the blocks that the window reaches, kept keys, sinks, and the latents'
-means after the block's update, in one softmax.
+in blocks of C, behind those that the state holds. One softmax covers
+the blocks that the window reaches, the kept keys, the sinks, and the latents' means after the
+block's update. All queries of a block read the same of these, except for later keys in the block.
 
 Inputs and the latents' states between segments are saved; the backward pass computes the weights
 again.
@@ -44,9 +44,9 @@ from latte.ops.torch_backend.window import SCORES_AT_ONCE
 class Layout(NamedTuple):
     """Where tokens are laid out.
 
-    Slots are those of the state's kept tokens, then positions in blocks of C: as many blocks as the
-    window and an update reach before the first query's, then the blocks of the queries. Packed
-    sequences have blocks of their own, one after the other.
+    The first slots hold the state's kept tokens. Then positions follow in blocks of C: first the
+    blocks that the window and an update reach before the first query, then the blocks of the
+    queries. Each packed sequence has its own blocks.
     """
 
     front: int  # slots before the first query's block
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     source: Tensor | None  # (B, S) which of the state's slots and the tokens it is, -1 for none
     old: int  # slots of the state, 0 without one
     T: int
-    before: Tensor  # (N,) real tokens of each sequence before the call
+    before: Tensor  # (N,) valid tokens of each sequence before the call
     counts: Tensor  # (N,) in the call
     start: Tensor  # (N,) first slot of the block in which the call begins
     ids: Tensor | None  # (T,) packed sequence of each token
@@ -177,24 +177,24 @@ class Layout(NamedTuple):
 
 
 def _largest(keys: Tensor, index: Tensor, count: int, nothing: float) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest keys, ``nothing`` at least, and their index; first of equal ones."""
+    """The ``count`` largest keys, not below ``nothing``, and their index; of equals the first."""
     if (missing := count - keys.shape[-1]) > 0:
         keys, index = F.pad(keys, (0, missing), value=nothing), F.pad(index, (0, missing))
     keys, order = keys.sort(dim=-1, descending=True, stable=True)
     return keys[..., :count].clamp_min(nothing), index.gather(-1, order[..., :count])
 
 
-# What a source that is no candidate is sorted by, by dtype. One that is never kept comes after it.
+# Sort key, by dtype, of a source that is no candidate. Sources that are never kept come after it.
 NOTHING = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
 
 
 class Choice(NamedTuple):
-    """Which slots are kept from each update to the next, after what was kept before the call.
+    """Which slots are kept from each update to the next; at first those kept before the call.
 
     Attributes:
         kept: Slots, (B, G, Z+1, N), the largest first.
         kept_there: Whether there is one, bool.
-        late: Slots of what leaves, or is no longer kept, at an update, (B, G, Z, C).
+        late: Slots of sources that leave or are no longer kept at an update, (B, G, Z, C).
         late_there: Whether there is one, bool.
     """
 
@@ -205,7 +205,7 @@ class Choice(NamedTuple):
 
 
 def choose(keys_BGS: Tensor, layout: Layout, window: int, count: int) -> Choice:
-    """The choice by keys, in time that grows with T log T: by merges of 1, 2, 4 ... blocks."""
+    """The choice by sort keys, in O(T log T): merges of 1, 2, 4 ... blocks."""
     (B, G, _), Z, C, N = keys_BGS.shape, layout.blocks, layout.C, count
     nothing, device = NOTHING[keys_BGS.dtype], keys_BGS.device
     # The sources that leave at each update, the newest first.
@@ -238,14 +238,14 @@ def choose(keys_BGS: Tensor, layout: Layout, window: int, count: int) -> Choice:
     earlier = best[:, :, :-1]
     if layout.age is not None:
         earlier = earlier.masked_fill((layout.age == 0)[:, None], nothing)
-    # Of what was kept and what leaves, the latents read all but the N largest: C sources.
+    # The N largest of the kept and the leaving sources are kept. The latents read the other C.
     order = torch.cat([leaving, earlier], -1).sort(dim=-1, descending=True, stable=True)
     late = torch.cat([slots, index[:, :, :-1]], -1).gather(-1, order.indices)[..., N:]
     return Choice(index, best > nothing, late, order.values[..., N:] != nothing)
 
 
 class Plan(NamedTuple):
-    """Which sources each block of queries reads, and what is held after the call.
+    """Which sources each block of queries reads, and which tokens are held after the call.
 
     Places are rows of a table of all sources and groups, (B S G, ...).
     """
@@ -300,7 +300,7 @@ class Plan(NamedTuple):
                 sinks_seen, mask = gone & mask[layout.block_ids], mask[layout.owners][None]
             candidate = there & ~((positions[..., None] == n) & mask[:, :, None]).any(-1)
 
-        # What scores are sorted by: first them, then what is no candidate, then what is never kept.
+        # Sort keys: scores, then sources that are no candidates, then those that are never kept.
         nothing = NOTHING[scores.dtype]
         keys = torch.where(scores.isneginf(), scores, scores.clamp_min(nothing / 2))
         keys = torch.where(candidate, keys, nothing).mT  # (B, G, S)
@@ -332,7 +332,7 @@ class Plan(NamedTuple):
         return cls(layout, window, real, *found, positions, scores, after, after_there)
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """(N, M, G) slots of what is held after the call, and whether it is there (bool).
+        """(N, M, G) slots of the tokens held after the call, and whether there is one (bool).
 
         After the kept tokens these are the last ones that have not left the window.
         """
@@ -409,13 +409,13 @@ class KeptCall(NamedTuple):
 
     @property
     def segments(self) -> list[slice]:
-        """Blocks that are computed at once."""
+        """Number of blocks that are computed together."""
         Z, most = self.shape[1], self.together
         return [slice(z, min(Z, z + most)) for z in range(0, Z, most)]
 
 
 class Segment:
-    """Blocks of queries that are computed at once, and all that they read, in the dtype of sums."""
+    """Blocks of queries that are computed together, and what they read, in the dtype of sums."""
 
     def __init__(self, x: KeptCall, blocks: slice, carry: Carry | None) -> None:
         """The sources of these blocks.
@@ -510,7 +510,7 @@ class Segment:
         return torch.cat([part.expand(shape) for part in parts], -1)
 
     def _read(self, carry: Carry) -> None:
-        """The latents' means after each block's update, and the shares of what they are made of."""
+        """The latents' means after each block's update, and the weights of their parts."""
         x, (G, R, z) = self.x, (self.G, self.R, self.z)
         assert x.latent_k is not None
         B, there = self.B, x.late_there[:, :, self.blocks]
@@ -642,7 +642,7 @@ class Segment:
         dlatent_q[..., 0] = -dlatent.sum(-1)
         into["latent_q"][:, own] = self.back(dlatent_q)
         dmean = dmean + torch.bmm(self.by_head(latent).mT, self.by_head(dy)).view(self.mean.shape)
-        # Of the parts y that the means after z are made of.
+        # Gradients of the parts y whose sums are the means after z.
         lost = dA - (dmean * self.mean).sum(-1)
         dmass, dtotal = self._heard(lost[..., None])[..., 0], self._heard(dmean)
         own_total = dtotal[:, :, 1:].flatten(3, 4).flatten(0, 2)  # (X, R L, D)
@@ -655,10 +655,10 @@ class Segment:
         return dA_0, mass[..., None] * first
 
     def _heard(self, x_BGzRLD: Tensor) -> Tensor:
-        """What the parts y get of what is for all that is made of them, (B, G, y, R, L, D)."""
+        """Gradients of the parts y, summed over all means that contain them, (B, G, y, R, L, D)."""
         if self.x.age is None:
             return torch.einsum("bgzyrl,bgzrld->bgyrld", self.share, x_BGzRLD)
-        # Packed sequences are apart: zero times what is not finite is NaN.
+        # Packed sequences are kept apart, because zero times a number that is not finite is NaN.
         past, total = self.past[..., None, None, None], torch.zeros_like(self.total)
         for i in range(self.z):
             part = self.share[:, :, i, ..., None] * x_BGzRLD[:, :, i : i + 1]
@@ -688,7 +688,7 @@ def _first_carry(x: KeptCall) -> Carry | None:
 
 
 def _ends(x: KeptCall, part: Segment) -> tuple[Tensor, Tensor]:
-    """Of each packed sequence its last block's number in a segment, and whether it is there."""
+    """For each packed sequence: its last block's number in a segment, and whether it is there."""
     assert x.ends is not None
     number = x.ends - part.blocks.start
     return number.clamp(0, part.z - 1), (number >= 0) & (number < part.z)
@@ -811,7 +811,7 @@ class Decays(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, latents: KeptLatents, state: KeptState | None) -> Decays | None:
-        """The sums of a call; None if the latents do not forget."""
+        """The sums of a call; None without decay."""
         if latents.log_decay is None:
             return None
         g = latents.log_decay.double()

@@ -92,7 +92,7 @@ def heads_first(x_ntHD: Tensor, S: int, dtype: torch.dtype, fill: float = 0.0) -
 
 
 class LatteSegment:
-    """What is computed at once: its inputs, heads first and in the dtype of the sums."""
+    """Tokens that are computed together: their inputs, heads first, in the dtype of the sums."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class LatteSegment:
     ) -> tuple[Any, ...]:
         """(p dp, dk, dv, dA, dmu), the last two of the state before, None if there is none.
 
-        Where the latents forget the gradient of that follows dv.
+        With decay its gradient follows dv.
         """
         runs = [self.run_from(0, state, 0)]
         while runs[-1].span.stop < self.S:
@@ -399,7 +399,7 @@ def causal(x: Latte, near: Tensor | None = None) -> tuple[Tensor, ...]:
 def causal_backward(
     x: Latte, grads: Three, *states: Tensor, dv_near: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """p times its gradient, those of k, v, the initial state and ``log_decay``.
+    """p times its gradient; the gradients of k, v, the initial state and ``log_decay``.
 
     Segment by segment in reverse. The gradient of v is added to ``dv_near`` (B, T, H, D), in place,
     if there is one.

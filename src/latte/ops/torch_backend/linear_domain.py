@@ -31,9 +31,9 @@ from latte.ops.torch_backend.batching import CHUNK, Carry
 
 # exp(k - r) is as exact as its argument: at 16 half a unit in the last place of fp32 is 1e-6.
 REACH = 16.0
-# Where latents forget, the past loses weight as fast as the present gains it. At 40 it is 2e-6.
+# With decay the past loses weight as fast as the present gains it. At 40 the error is 2e-6.
 FORGETTING_REACH = 40.0
-# Tokens of a chunk where they forget so fast that even that is too little for CHUNK.
+# Tokens of a chunk where the decay is so fast that 40 is too little for CHUNK.
 SHORT_CHUNK = 8
 # Chunks whose states are summed by a product with a triangle of ones.
 BY_PRODUCT = 8
@@ -128,14 +128,14 @@ class Maxima(NamedTuple):
         lost = torch.bmm(lower.expand(X * (S // C), C, C), chunk(g, C)).view(shape)
         own = k_XSL.view(shape) - lost
         top, total = own.amax(2), lost[:, :, -1].double()
-        # Seen from the start of the run: what was forgotten before the chunk is taken away.
+        # Relative to the start of the run: subtract the log-decay before the chunk.
         before = F.pad(total.cumsum(1), (0, 0, 1, 0))
         first = torch.full_like(top[:, 0], -torch.inf) if start is None else start.top
         tops = torch.cat([first[:, None].double(), top - before[:, :-1]], 1).cummax(1).values
         tops += before
         reference = torch.maximum(tops[:, :-1].to(k_XSL.dtype), own[:, :, 0])
         if seen_XS is not None:
-            # Nothing before, and the first token is masked: the first that is not, or any.
+            # If nothing comes before and the first token is masked: the first valid token, or any.
             index = seen_XS.view(X, S // C, C).to(torch.uint8).argmax(2)
             later = own.gather(2, index[:, :, None, None].expand(-1, -1, 1, L))[:, :, 0]
             reference = torch.where(torch.isneginf(reference), later, reference)
@@ -158,13 +158,13 @@ def forgetting_keys(k_XSL: Tensor, maxima: Maxima, start: Carry | None, masked: 
     """:func:`scaled_keys` with a reference for each chunk; ``masked``: some sources may be."""
     X, S, L = k_XSL.shape
     reference, shape = maxima.reference_XNL, maxima.lost_XNCL.shape
-    # In this order: of a large logit the difference is exact, and G is small.
+    # In this order, because the difference of large logits is exact, and G is small.
     e = (k_XSL.view(shape) - reference[:, :, None]).sub_(maxima.lost_XNCL).exp_()
     C = shape[2]
     lower = triangle(C, 0, False, (e.dtype, e.device))
     alpha = torch.bmm(lower.expand(X * shape[1], C, C), e.flatten(0, 1)).view(shape)
     ends = reference.double() + maxima.total_XNL
-    # At most 1 but for the rounding of references, or where nothing has been seen.
+    # At most 1, except for the rounding of references, or where nothing has been seen.
     rescale = (ends[:, :-1] - reference[:, 1:]).clamp_(max=32.0).exp_().to(e.dtype)
     mass = None
     if start is not None:

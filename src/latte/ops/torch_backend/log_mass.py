@@ -40,7 +40,7 @@ def window_log_mass(x: Window) -> Tensor:
     if T == 0:
         nothing = q_BTHK.new_zeros(B, T, H, dtype=computation_dtype(q_BTHK.dtype))
         return nothing_out(nothing, q_BTHK, k_BTGK)
-    # Comparisons, not minima: a compiled graph is for one of the cases, and for every length in it.
+    # Comparisons, not minima: a compiled graph then serves every length of one case.
     keys = T + (0 if mask is None else mask.shape[1])
     if keys < window:  # there are no more keys
         window = keys
@@ -53,7 +53,7 @@ def window_log_mass(x: Window) -> Tensor:
     if not (torch.is_grad_enabled() and (q_BTHK.requires_grad or k_BTGK.requires_grad)):
         blocks = LOGITS_AT_ONCE // (B * H * C * (window + C))
         at_once = C * blocks if blocks > 1 else C
-        runs = -(-T // at_once)  # a compiled graph is for a number of runs, not for a length
+        runs = -(-T // at_once)  # a compiled graph depends on the number of runs, not on the length
     real = real_tokens(q_BTHK, x.key_mask)
     sequence_BT = None
     if x.cu_seqlens is not None:

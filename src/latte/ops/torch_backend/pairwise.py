@@ -25,7 +25,7 @@ from latte.ops.torch_backend.batching import CHUNK, Carry, divide, exp_differenc
 
 
 def running_mass(k_XNCL: Tensor, g_XNCL: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(M_t, m_t) inside each chunk, by doubling, and what is forgotten from its start to t."""
+    """(M_t, m_t) inside each chunk, by doubling, and the log-decay from its start to t."""
     M, m, lost = k_XNCL, (~torch.isneginf(k_XNCL)).to(k_XNCL.dtype), g_XNCL
     step = 1
     while step < M.shape[2]:
@@ -47,7 +47,7 @@ def plus(a: Tensor, b: Tensor | None) -> Tensor:
 
 
 def after(g_XNCL: Tensor) -> Tensor:
-    """What is forgotten behind each token, to the end of its dimension."""
+    """The log-decay after each token, to the end of its dimension."""
     later = g_XNCL[..., 1:, :].flip(-2).cumsum(-2).flip(-2)
     return torch.cat([later, torch.zeros_like(g_XNCL[..., :1, :])], -2)
 

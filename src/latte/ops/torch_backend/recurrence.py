@@ -80,7 +80,7 @@ def rg_lru(call: RGLRU) -> tuple[Tensor, Tensor]:
 def _first_tokens(
     B: int, T: int, h0_NE: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """(B, T) bool: the first real token of every sequence that has not begun before."""
+    """(B, T) bool: the first valid token of every sequence that has not begun before."""
     ids = None if cu_seqlens is None else sequence_ids(cu_seqlens, T)
     if key_mask is None:
         position = torch.arange(T, device=h0_NE.device)
@@ -155,7 +155,7 @@ def _backward(x: Recurrence, dh: Tensor) -> dict[str, Tensor]:
     following = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], 1)
     g = scan(following, dh, torch.zeros_like(h0), back=True)
     if g.device.type == "cpu" and not g[:, 0].isfinite().all():
-        # Gradients that are not finite end where a gate of zero does: at another sequence.
+        # A gate of zero stops gradients that are not finite at the start of a sequence.
         bad = ~dh.isfinite()
         reached = scan(
             (following != 0).to(g.dtype), bad.to(g.dtype), torch.zeros_like(h0), back=True

@@ -270,7 +270,7 @@ class WindowSegment:
             earlier = tail_mask[self.rows.ids]
             real_nS[:, self.pad - self.old : self.pad] = earlier[:, -self.old :]
         for x_line in (self.k_line, self.v_line):
-            # A masked key has no weight, but it may hold what is not finite.
+            # A masked key has no weight, but may hold a number that is not finite.
             self.row_tokens(x_line).masked_fill_(~real_nS[:, None, :, None], 0.0)
         around = (chunks.before * Q, chunks.after * Q)
         near = F.pad(real_nS, around).unfold(1, chunks.M, Q)[:, self.shown]
@@ -281,7 +281,7 @@ class WindowSegment:
 
     @staticmethod
     def _beside(near: Tensor, far: Tensor) -> Tensor:
-        """What is known of the window's columns and of the sinks', (n, shown, Q, M + S)."""
+        """Values of the window's columns, then of the sinks' columns, (n, shown, Q, M + S)."""
         return torch.cat([near.expand(*far.shape[:3], -1), far], -1)
 
     def row_tokens(self, x_line: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ class WindowSegment:
 
 
 class Block:
-    """Rows of a segment from x on: those of their chunks that are shown, from ``first`` on."""
+    """Rows of a segment from x on, and the chunks of theirs that are shown, from ``first`` on."""
 
     def __init__(self, part: WindowSegment, x: int, rows: int) -> None:
         self.part, self.x, self.rows = part, x, rows
@@ -534,7 +534,7 @@ def backward(
             if part.old:
                 P = dtail.shape[1]
                 dtail[rows.ids, P - part.old :] += dx[:, part.pad - part.old : part.pad]
-    if not apart and _mixes_rows(dk):  # whatever is not finite comes by here
+    if not apart and _mixes_rows(dk):  # all numbers that are not finite pass here
         return backward(x, dout, share, apart=True)
     return Gradients(dq, dk, dv, dtail_k, dtail_v, dsink_q, dsink_k, dsink_v, dshare)
 

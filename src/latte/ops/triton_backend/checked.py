@@ -202,7 +202,7 @@ def refused_card(device: torch.device, products: bool = True) -> str | None:
 
 @functools.cache
 def machine(device: torch.device) -> Machine | None:
-    """What is there; None without a GPU. This imports Triton, and starts its assembler once."""
+    """The GPU and its software; None without one. Imports Triton, and starts its assembler once."""
     if not torch.cuda.is_available():
         return None
     card = 0 if torch.version.hip is not None else launch.capability(device)

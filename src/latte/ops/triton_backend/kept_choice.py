@@ -191,7 +191,7 @@ def join_choices(
     keys_ptr, age_ptr, best_ptr, index_ptr, before_ptr, before_index_ptr,
     Z, M, length, N, BN: tl.constexpr,
 ):  # fmt: skip
-    """What is kept before each segment but the first, from the N largest of each."""
+    """What is kept before each segment except the first, from the N largest of each."""
     bg = tl.program_id(0).to(tl.int64)
     before_ptr += bg * M * N
     before_index_ptr += bg * M * N

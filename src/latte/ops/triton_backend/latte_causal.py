@@ -104,7 +104,7 @@ def walker(x: Latte) -> Walker:
 
 
 def latte_op(name: str, forgets: bool) -> Any:
-    """The op of latents that forget, or of those that do not."""
+    """The op for latents with decay, or for latents without."""
 
     def fake(x: Latte) -> tuple[Tensor, ...]:
         finals = final_buffers(x.q, x.v, x.cu_seqlens)
