@@ -125,7 +125,8 @@ class StepPlan:
         parameters = chain.from_iterable(map(dict.values, self._held))
         self._parameters = [x for x in parameters if x is not None]
         steppers = chain.from_iterable(stepped_over(parts.mixer) for parts in layers)
-        self._steppers = [x for x in steppers if hasattr(x, "steps")]
+        # What a module with a `mixing` can follows from that.
+        self._steppers = [x for x in steppers if hasattr(x, "steps") and "mixing" not in vars(x)]
         self._dropouts = [x for x in self._modules if isinstance(x, nn.Dropout)]
         self._found = self._state()
 
