@@ -83,7 +83,9 @@ def test_a_wrong_dtype_or_shape_is_one_line(name, raw):
                 with torch.no_grad():
                     kernel(name)(*args)
             except ValueError as error:
-                told = "latte::cpu_" if name == "cpu_layers" else f"latte::{name}: "  # a call's of it
+                told = (
+                    "latte::cpu_" if name == "cpu_layers" else f"latte::{name}: "
+                )  # a call's of it
                 assert str(error).startswith(told) and "\n" not in str(error)
                 refused += 1
             else:
