@@ -320,7 +320,9 @@ class WholeStep(NamedTuple):
     ) -> WholeStep:
         """That of some layers, for tokens like x (B, E)."""
         plan = states[0].step_context.plan
-        none, tensors, numbers = cls(len(layers)), [], []
+        none = cls(len(layers))
+        tensors: list[Any] = []
+        numbers: list[Any] = []
         if not isinstance(rotary, dict):
             return none
         tables = {key: map_tensors(_copy, table) for key, table in rotary.items()}
