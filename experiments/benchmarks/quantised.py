@@ -1,8 +1,10 @@
 """A GGUF file in its own bits beside llama.cpp on the same file: time, memory, quality, clients.
 
 The file is converted without training, once for each of the ``--weights`` of `latte convert`, into
-folders of --work. Every cell of the table is a row of ``quantised.csv``, written as soon as it is
-measured; --resume measures the others alone, --only some parts:
+folders FILE-WEIGHTS of --work. A folder that is there is taken, such as one of `latte convert
+--trained`, which keeps tokens and makes other calls. Every cell of the table is a row of
+``quantised.csv``, written as soon as it is measured; --resume measures the others alone, --only
+some parts:
 
 * ``tokens``: time of a token at growing contexts, of both programs in turns, and of reading the
   weights once (``experiments.benchmarks.generation``); seconds of reading the whole context, the

@@ -219,8 +219,9 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         if inputs.buffers is None:
             raise ValueError("step: expected inputs with the buffers of a step, got none")
         model: Any = self
-        x_BE, plan = inputs.x_BTE[:, 0], inputs.buffers[0].step_context.plan
-        rotations = step.rotations_of(model, x_BE, inputs.positions())
+        x_BE, context = inputs.x_BTE[:, 0], inputs.buffers[0].step_context
+        rotations = step.rotations_of(model, x_BE, inputs.positions(), context)
+        plan = context.plan
         layers = plan.layers or self.make_step_plan().layers
         layers = layers[: model.config.num_hidden_layers]
         return plan.norm(model.norm, run_layers(layers, x_BE, inputs.buffers, rotations))

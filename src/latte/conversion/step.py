@@ -21,10 +21,13 @@ from latte.conversion.bases import BASES
 from latte.layers.native import ACTIVATIONS, GATED, NORMS, READ, NormKind
 from latte.layers.parts import Rotary, of_single_tokens, sink_edge
 from latte.layers.plan import LayerParts
+from latte.layers.rollback import map_tensors
+from latte.layers.step import StepContext
 from latte.ops import decoding
 from latte.ops.tensors import computation_dtype
 from latte.ops.widened import widened
 
+AHEAD = 64  # positions whose rotary tables are computed at once
 # A layer's rotation depends on its kind and on the width of its window.
 Table = tuple[str | None, int]
 
@@ -122,8 +125,24 @@ def turns_of(
     return found
 
 
-def rotations_of(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[Table, Rotary]:
-    """The rotary tables of a step."""
+def rotations_of(
+    decoder: Any, x_BE: Tensor, position_ids: Tensor, context: StepContext
+) -> dict[Table, Rotary]:
+    """The rotary tables of a step. Those of a single row are computed for some tokens at once."""
+    alone = len(x_BE) == 1 and x_BE.is_cpu and not torch.compiler.is_compiling()
+    if not alone or decoder.frequencies_by_length:
+        return _rotations(decoder, x_BE, position_ids)
+    place = int(position_ids)
+    first, dtype, tables = context.ahead or (place, None, {})
+    if dtype != x_BE.dtype or not first <= place < first + AHEAD:
+        places = torch.arange(place, place + AHEAD)[:, None]
+        tables = _rotations(decoder, x_BE.expand(AHEAD, -1), places)
+        first, context.ahead = place, (place, x_BE.dtype, tables)
+    at = slice(place - first, place - first + 1)
+    return {key: map_tensors(lambda x: x[at], table) for key, table in tables.items()}
+
+
+def _rotations(decoder: Any, x_BE: Tensor, position_ids: Tensor) -> dict[Table, Rotary]:
     wide = computation_dtype(x_BE.dtype)
 
     def single(table: tuple[Tensor, Tensor]) -> Rotary:

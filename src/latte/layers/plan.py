@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,7 @@ class _Watched(NamedTuple):
 
     kinds: list[type]
     hooks_made: int
+    mixing: list[Any]
     hooks: list[int]
     patched: list[bool]
     children: list[nn.Module | None]
@@ -100,14 +102,17 @@ class StepPlan:
     ) -> None:
         self.layers = layers
         self.able = all(_is_able(parts, kinds) for parts in layers)
-        self._kept: dict[tuple[Any, ...], Any] = {}
+        self._kept: dict[Any, Any] = {}
         self._like: tuple[Any, ...] = ()
+        # What one call for all layers is given, by the StepContext of its buffers; None: unplanned.
+        self.wholes: WeakKeyDictionary[Any, Any] | None = None
         self._found: _Watched | None = None
         if torch.compiler.is_compiling() or not layers:
             return
         modules = chain(others, *(parts.block.modules() for parts in layers))
         self._modules = [*dict.fromkeys(modules)]
         self._own = [module.__dict__ for module in self._modules]
+        self._mixers = [parts.mixer.__dict__ for parts in layers]
         # A module without children or parameters gets none that its class uses.
         self._children = [own["_modules"] for own in self._own if own["_modules"]]
         self._held = [own["_parameters"] for own in self._own if own["_parameters"]]
@@ -120,7 +125,8 @@ class StepPlan:
         parameters = chain.from_iterable(map(dict.values, self._held))
         self._parameters = [x for x in parameters if x is not None]
         steppers = chain.from_iterable(stepped_over(parts.mixer) for parts in layers)
-        self._steppers = [x for x in steppers if hasattr(x, "steps")]
+        # What a module with a `mixing` can follows from that.
+        self._steppers = [x for x in steppers if hasattr(x, "steps") and "mixing" not in vars(x)]
         self._dropouts = [x for x in self._modules if isinstance(x, nn.Dropout)]
         self._found = self._state()
 
@@ -133,9 +139,13 @@ class StepPlan:
         return self._found is not None and self._state() == self._found
 
     def _state(self) -> _Watched:
+        # A copy of a list touches all its objects at once, not each after the one before.
+        for objects in self._modules, self._own, self._children, self._held, self._parameters:
+            objects.copy()
         return _Watched(
             [*map(type, self._modules)],
             RemovableHandle.next_id,
+            [*map(dict.get, self._mixers, repeat("mixing"))],
             [*chain.from_iterable(self._hooks)],
             [*map(contains, self._own, repeat("forward"))],
             [*chain.from_iterable(map(dict.values, self._children))],
@@ -161,7 +171,7 @@ class StepPlan:
             return UNPLANNED
         like = x.dtype, decoding.serves(x), decoding.serves(x, x.numel())
         if like != self._like:  # other kernels serve
-            self._like, self._kept = like, {}
+            self._like, self._kept, self.wholes = like, {}, WeakKeyDictionary()
         return self
 
     def __deepcopy__(self, memo: Any) -> StepPlan:
@@ -192,7 +202,7 @@ class StepPlan:
         found = self._kept.get(key)
         return self._keep(key, native_integers(x, maps)) if found is None else found  # type: ignore[no-any-return]
 
-    def _keep(self, modules: tuple[Any, ...], answer: Any) -> Any:
+    def _keep(self, modules: Any, answer: Any) -> Any:
         if self._found is not None:
             self._kept[modules] = answer
         return answer
@@ -238,21 +248,22 @@ class StepPlan:
         given: Any = *found, module.num_heads
         return decoding.latents(z, *given) if found else ()
 
+    def layer_arguments(self, parts: LayerParts, x: Tensor) -> tuple[tuple[Any, ...], ...]:
+        """What the kernels that begin and end a layer are given; empty where modules are called."""
+        found = self._kept.get(parts.mixer)
+        if found is None:
+            found = _begin_arguments(parts, x), _end_arguments(parts, x)
+            self._keep(parts.mixer, found)
+        return found  # type: ignore[no-any-return]
+
     def begin_layer(self, parts: LayerParts, x: Tensor) -> tuple[Tensor, ...]:
         """As :func:`latte.ops.decoding.layer_begin`, for x (B, E); empty if modules are called."""
-        mixer = parts.mixer
-        key = ("begin", mixer, mixer.__dict__.get("mixing"))
-        found = self._kept.get(key)
-        if found is None:
-            found = self._keep(key, _begin_arguments(parts, x))
+        found = self.layer_arguments(parts, x)[0]
         return decoding.layer_begin(x, *found) if found else ()
 
     def end_layer(self, parts: LayerParts, mixed: Tensor, x: Tensor) -> Tensor | None:
         """As :func:`latte.ops.decoding.layer_end`, for x (B, E); None if modules are called."""
-        key = ("end", parts.mixer)
-        found = self._kept.get(key)
-        if found is None:
-            found = self._keep(key, _end_arguments(parts, x))
+        found = self.layer_arguments(parts, x)[1]
         if not found or mixed.dtype != x.dtype:
             return None
         if not (mixed.is_contiguous() and x.is_contiguous()):

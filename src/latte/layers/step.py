@@ -10,9 +10,9 @@ head, W slots of a ring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from latte.layers.mixer import MixerState
 from latte.layers.parts import Rotary
 from latte.layers.plan import UNPLANNED, LayerParts, StepPlan
 from latte.layers.rollback import map_tensors
-from latte.ops.kept_step import KeptBuffers, kept_step
+from latte.ops import decoding
+from latte.ops.kept_step import KeptBuffers, kept_step, native_arguments
 from latte.ops.state import (
     LatteState,
     LinearState,
@@ -29,10 +30,10 @@ from latte.ops.state import (
     oldest_alone,
     with_all_values,
 )
-from latte.ops.step import Ring, StepSinks, macchiato_step, number, window_step
+from latte.ops.step import Ring, StepSinks, macchiato_step, native, number, window_step
 
 
-@dataclass
+@dataclass(eq=False)
 class StepContext:
     """The position of each sequence of a batch, shared by the buffers of all layers.
 
@@ -46,6 +47,7 @@ class StepContext:
         phases: Number of real tokens of each row since its last multiple of ``block``; None if the
             host does not know.
         block: Number of tokens after which kept tokens are chosen anew; 0 if none are kept.
+        ahead: A converted decoder's rotary tables of this and later positions.
         plan: What the current step calls and what it reads.
     """
 
@@ -57,6 +59,7 @@ class StepContext:
     plan: StepPlan = UNPLANNED
     phases: list[int] | None = None
     block: int = 0
+    ahead: Any = field(default=None, init=False)
 
     def count_phases(self, block: int) -> None:
         """Find the rows' phases, once, from their positions."""
@@ -230,13 +233,9 @@ class StepState:
         It is that of the window alone, or mixed with the ``latents``: their q, k and log-decay.
         With kept tokens ``score`` (B, G) is that of this token.
         """
-        step_context = self.step_context
+        step_context, sinks = self.step_context, self._sinks(rotary)
         table = None if rotary is None else rotary[:2]
         options: Any = {"scale": scale, "softcap": softcap, "rotary": table}
-        sinks = None
-        if self.sinks is not None:
-            far = None if rotary is None else rotary.sinks[:2]
-            sinks = StepSinks(*self.sinks, step_context.position, far)
         if score is not None:
             return self._attend_kept(local, score, latents, sinks=sinks, **options)
         assert self.ring is not None
@@ -248,6 +247,30 @@ class StepState:
         options |= {"log_decay": latents[2], "pending": self.pending, "joint": joint}
         state = self.latent.log_mass, self.latent.mean
         return macchiato_step(*latents[:2], *local, *state, *where, sinks=sinks, **options)
+
+    def _sinks(self, rotary: Rotary | None) -> StepSinks | None:
+        """The sinks, and how queries are rotated for them."""
+        if self.sinks is None:
+            return None
+        far = None if rotary is None else rotary.sinks[:2]
+        return StepSinks(*self.sinks, self.step_context.position, far)
+
+    def kept_arguments(self, mixer: Any, x_BE: Tensor, rotary: Rotary | None) -> tuple[Any, ...]:
+        """What the native op of :meth:`attend` with kept tokens and latents is given.
+
+        Without what depends on the token; empty if it is not called with x, or with more.
+        """
+        held, latent, parts = self.kept, self.latent, mixer._modules
+        if held is None or latent is None or self.kept_sizes is None or "q_norm" in parts:
+            return ()
+        if parts["latents"].log_decay(1) is not None:
+            return ()
+        if not native(latent.log_mass, x_BE, *held[:2]):
+            return ()
+        table = None if rotary is None else rotary[:2]
+        given: Any = held, self.step_context.position, None, *self.kept_sizes
+        more = native_arguments(*given, mixer.scale, mixer.softcap, table, self._sinks(rotary))
+        return latent.log_mass, latent.mean, None, *more
 
     def _attend_kept(
         self,
@@ -272,6 +295,58 @@ class StepState:
         made = StepState(self.step_context, *map_tensors(fn, self.parts))
         made.size, made.kept_sizes = self.size, self.kept_sizes
         return made
+
+
+class WholeStep(NamedTuple):
+    """What one call for all layers is given: the same for every token.
+
+    Attributes:
+        layers: Number of layers.
+        tensors: As for :func:`latte.ops.decoding.layers`; None if some layer makes other calls.
+        numbers: As for :func:`latte.ops.decoding.layers`.
+        tables: Rotary tables, by their keys, which a token's are copied to.
+    """
+
+    layers: int
+    tensors: list[Tensor | None] | None = None
+    numbers: Any = None
+    tables: Any = None
+
+    @classmethod
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def of(
+        cls, layers: Sequence[LayerParts], x_BE: Tensor, states: Sequence[StepState], rotary: Any
+    ) -> WholeStep:
+        """That of some layers, for tokens like x (B, E)."""
+        plan = states[0].step_context.plan
+        none = cls(len(layers))
+        tensors: list[Any] = []
+        numbers: list[Any] = []
+        if not isinstance(rotary, dict):
+            return none
+        tables = {key: map_tensors(_copy, table) for key, table in rotary.items()}
+        for parts, state in zip(layers, states, strict=False):
+            begin, end = plan.layer_arguments(parts, x_BE)
+            kept = begin and state.kept_arguments(parts.mixer, x_BE, tables[parts.table])
+            if not (kept and end):
+                return none
+            for x in (*begin, *kept, *end):
+                (tensors if x is None or isinstance(x, Tensor) else numbers).append(x)
+        found = torch.tensor(numbers, dtype=torch.float64)
+        return cls(len(layers), tensors, found, tables)
+
+    def run(self, x_BE: Tensor, rotary: Any) -> Tensor:
+        """Hidden states (B, E) after all layers."""
+        assert self.tensors is not None
+        for key, table in self.tables.items():
+            for place, x in zip(_angles(table), _angles(rotary[key]), strict=True):
+                place.copy_(x)
+        return decoding.layers(x_BE.contiguous(), self.tensors, self.numbers)
+
+
+def _angles(table: Rotary) -> tuple[Tensor, ...]:
+    return (*table[:2], *(table.sinks or ())[:2])
 
 
 def run_layer(parts: LayerParts, x_BE: Tensor, state: StepState, rotary: Any = None) -> Tensor:
@@ -307,13 +382,21 @@ def run_layer(parts: LayerParts, x_BE: Tensor, state: StepState, rotary: Any = N
 
 
 def run_layers(
-    layers: Iterable[LayerParts],
+    layers: Sequence[LayerParts],
     x_BE: Tensor,
-    states: Iterable[StepState],
+    states: Sequence[StepState],
     rotary: Any = None,
     hidden_states: list[Tensor] | None = None,
 ) -> Tensor:
     """Hidden states (B, E) after decoder layers. A list gets the input of each layer, (B, 1, E)."""
+    context = states[0].step_context
+    wholes = context.plan.wholes
+    if wholes is not None and hidden_states is None and context.real is None:
+        whole = wholes.get(context)
+        if whole is None or whole.layers != len(layers):
+            whole = wholes[context] = WholeStep.of(layers, x_BE, states, rotary)
+        if whole.tensors is not None:
+            return whole.run(x_BE, rotary)
     for parts, state in zip(layers, states, strict=False):
         if hidden_states is not None:
             hidden_states.append(x_BE[:, None])

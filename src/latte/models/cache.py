@@ -392,9 +392,8 @@ class LatteCache(Cache):
     def _ready(self, masked: bool) -> bool:
         """Whether buffers hold all states and have room for one more token."""
         for layer in self.layers:
-            if not layer.is_written_in_place or layer.record_past:
-                return False
-            assert layer.buffers is not None
+            if layer._state is not None or layer.buffers is None or layer.record_past:
+                return False  # as `is_written_in_place`, without its calls
             ring, length = layer.buffers.ring, layer.buffers.step_context.length
             if ring is not None:
                 if masked and ring.mask is None:

@@ -176,6 +176,19 @@ def layer_end(x: Tensor, residual: Tensor, *arguments: Any) -> Tensor:
     return torch.ops.latte.cpu_layer_end(x, residual, *arguments)
 
 
+def layers(x: Tensor, tensors: Sequence[Tensor | None], numbers: Tensor) -> Tensor:
+    """x (B, E) after all layers, each with kept tokens, from their calls' constant arguments.
+
+    A layer calls :func:`layer_begin`, the native :func:`latte.ops.kept_step.kept_step` and
+    :func:`layer_end`, each with results of those before.
+
+    Args:
+        tensors: All other tensors of these calls, in order. States are overwritten.
+        numbers: All other numbers and flags, fp64.
+    """
+    return torch.ops.latte.cpu_layers(x, tensors, numbers)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """``(offset + w) x / sqrt(mean(x^2) + eps)``."""
     return torch.ops.latte.cpu_rms_norm(x, weight, eps, offset)

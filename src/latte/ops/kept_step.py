@@ -126,13 +126,12 @@ def kept_step(
         Output y, (B, H, D), in the dtype of v.
     """
     if native(None if latents is None else latents[4], q, k, v, *held[:2]):
-        far = (None,) * 4
-        if sinks is not None:
-            far = *sinks[:2], *(sinks.rotary or rotary or (None, None))
         latent_q, latent_k, log_decay, *state = latents or (None,) * 5
+        more = native_arguments(
+            *(held, seen, real, count, window, block, scale, softcap, rotary, sinks)
+        )
         return torch.ops.latte.cpu_kept_step(
-            *(latent_q, latent_k, q, k, v, score, *state, log_decay, *held, seen),
-            *(*(rotary or (None, None)), real, scale, softcap or 0.0, count, window, block, *far),
+            latent_q, latent_k, q, k, v, score, *state, log_decay, *more
         )
     dtype, (B, H, K), (G, D) = computation_dtype(v.dtype), q.shape, v.shape[1:]
     numbers = count, window, block
@@ -186,6 +185,25 @@ def kept_step(
         p_BH1L = parts[-1].reshape(B, H, 1, -1)
         out = out + torch.matmul(p_BH1L, latents.mean).squeeze(2)
     return in_dtype(out, v.dtype)
+
+
+def native_arguments(
+    held: KeptBuffers,
+    seen: Tensor,
+    real: Tensor | None,
+    count: int,
+    window: int,
+    block: int,
+    scale: float,
+    softcap: float | None,
+    rotary: TokenRotary | None,
+    sinks: StepSinks | None,
+) -> tuple[Any, ...]:
+    """The arguments of the native op that a token does not change, of :func:`kept_step`'s."""
+    table, far = rotary or (None, None), (None,) * 4
+    if sinks is not None:
+        far = *sinks[:2], *(sinks.rotary or table)
+    return *held, seen, *table, real, scale, softcap or 0.0, count, window, block, *far
 
 
 def _at(x_BHMX: Tensor, index_BGM: Tensor) -> Tensor:

@@ -412,8 +412,47 @@ def layers(draw: Draw) -> list[Tensor]:
         return [*begun, ended]
 
 
+def whole_layers(draw: Draw) -> list[Tensor]:
+    """Some tokens through two layers with kept tokens, in one call each, and what is held then."""
+    B, L, E, (H, G), wide = draw.one(1, 3), 3, 32, draw.heads(), computation_dtype(draw.dtype)
+    seen, tensors, numbers, states = torch.zeros(B, dtype=torch.long), [], [], []
+
+    def plain(*shape: int) -> Tensor:
+        return (draw.uniform(*shape) / 4).to(draw.dtype)
+
+    def maps(*outputs: int) -> list[Tensor | None]:
+        return [x for size in outputs for x in (plain(size, E), None)]
+
+    for _ in range(2):
+        late = plain(H * (L + 1), E), plain(H * L, E), plain(H)
+        scored = plain(2, E), plain(2), plain(G, 2), plain(G)
+        held = kept_step.KeptBuffers(
+            *(draw.written(B, G, 8, 4), draw.written(B, G, 8, 4)),
+            torch.full((B, G, 8), -torch.inf, dtype=wide),
+            torch.full((B, G, 8), -1),
+            draw.written(B, H, 8, L),
+        )
+        state = torch.full((B, H, L), -torch.inf, dtype=wide), torch.zeros(B, H, L, 4, dtype=wide)
+        states += *state, held.scores
+        calls: list[Any] = [plain(E), 1e-6, 1.0, *maps(4 * H, 4 * G, 4 * G), H, G, *late, *scored]
+        table = draw.rotary(B, 4)
+        calls += 1e-6, *state, None
+        calls += kept_step.native_arguments(held, seen, None, 3, 4, 2, 0.3, None, table, None)
+        calls += plain(E, 4 * H), None, plain(E), 1e-6, 0.0, *maps(E, E, E), draw.often()
+        for x in calls:
+            (tensors if x is None or isinstance(x, Tensor) else numbers).append(x)
+    outs = []
+    for _ in range(9):
+        with torch.no_grad():
+            x = draw.uniform(B, E).to(draw.dtype)
+            outs.append(decoding.layers(x, tensors, torch.tensor(numbers, dtype=F64)))
+        seen += 1
+    return [*outs, *states]
+
+
 KINDS: dict[str, Callable[[Draw], list[Tensor]]] = {
     "layers": layers,
+    "whole_layers": whole_layers,
     "quantised": quantised,
     "latte": lambda draw: attention(draw, "latte"),
     "macchiato": lambda draw: attention(draw, "macchiato"),

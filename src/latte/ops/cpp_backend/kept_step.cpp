@@ -59,6 +59,7 @@ struct KeptStep {
 
 #define LATTE_FILE "kept_step.cpp"
 #include "each_isa.h"
+#include "maps.h"
 
 namespace latte {
 
@@ -106,7 +107,7 @@ static void check_call(const Expect& expect, const KeptStep& step) {
 // (latent_q?, latent_k?, q, k, v, score, log_mass?!, mean?!, log_decay?, keys!, values!, scores!,
 // positions!, latent_keys?!, decays?!, seen, cos?, sin?, real?, scale, softcap, count, window,
 // block, sink_keys?!, sink_values?!, sink_cos?, sink_sin?) -> y
-static void take_kept_step(StableIValue* arguments, uint64_t, uint64_t) {
+void take_kept_step(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     KeptStep step;
     step.latent_q = stack.maybe_tensor(), step.latent_k = stack.maybe_tensor();

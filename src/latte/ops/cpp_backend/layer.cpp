@@ -3,8 +3,12 @@
 //     n = RMSNorm(x):  q, k and v, and the latents' logits and the score of n (maps.h)
 //     y = r + O x,  y + D (act(G n) * (U n)) with n = RMSNorm(y)
 //
-// A step of a small model reads little between two calls, so what the calls themselves cost is
-// seen. The kernels are those of dense.cpp and quantised.cpp, with the same results.
+// and all layers of a model with kept tokens in one. A step of a small model reads little between
+// two calls, so what the calls themselves cost is seen. The kernels are those of dense.cpp and
+// quantised.cpp, with the same results.
+#include <iterator>
+#include <memory>
+
 #include "maps.h"
 
 namespace latte {
@@ -138,7 +142,91 @@ void end(StableIValue* arguments, uint64_t, uint64_t) {
     stack.give(out);
 }
 
+// The arguments of a layer's three calls, without those that an earlier one gives: t is a tensor,
+// ? maybe one, n a number, i an integer and f a flag.
+constexpr char BEGIN[] = "tnnt?t?t?ii???????n", KEPT[] = "???tttt??t???nniii????";
+constexpr char END[] = "t?tnnt?t?t?f";
+
+// What the layers are given, in the order in which they take it.
+class Given {
+public:
+    Given(std::vector<StableIValue> boxes, Tensor all)
+        : tensors(std::move(boxes)), numbers(std::move(all)) {}
+    Given(const Given&) = delete;
+    ~Given() {
+        while (tensor < tensors.size()) {
+            const StableIValue box = tensors[tensor++];
+            if (box) aoti_torch_delete_tensor_object(opened(box));
+        }
+    }
+    // The number of layers.
+    int64_t check(const Expect& expect) const {
+        const std::string kinds = std::string(BEGIN) + KEPT + END;
+        std::string places;
+        std::copy_if(kinds.begin(), kinds.end(), std::back_inserter(places),
+                     [](char kind) { return kind == 't' || kind == '?'; });
+        const size_t count = tensors.size() / places.size(), each = kinds.size() - places.size();
+        expect(numbers, "numbers", aoti_torch_dtype_float64(), {int64_t(count * each)},
+               Layout::contiguous);
+        bool fits = tensors.size() == count * places.size();
+        for (size_t i = 0; fits && i < tensors.size(); ++i)
+            fits = tensors[i] || places[i % places.size()] == '?';
+        expect.that(fits, "tensors must be those of whole layers, in the order of their calls");
+        return int64_t(count);
+    }
+    // A call's arguments: some of before, and what is taken.
+    std::vector<StableIValue> arguments(std::vector<StableIValue> call, const char* kinds) {
+        for (; *kinds; ++kinds) {
+            if (*kinds == 't') call.push_back(StableIValue(opened(tensors[tensor++])));
+            else if (*kinds == '?') call.push_back(tensors[tensor++]);
+            else {
+                const double x = numbers.at<double>()[number++];
+                const auto whole = int64_t(x);
+                call.push_back(0);
+                if (*kinds == 'n') std::memcpy(&call.back(), &x, sizeof x);
+                else std::memcpy(&call.back(), &whole, sizeof whole);
+            }
+        }
+        return call;
+    }
+
+private:
+    std::vector<StableIValue> tensors;
+    Tensor numbers;
+    size_t tensor = 0, number = 0;
+    static AtenTensorHandle opened(StableIValue box) {
+        const std::unique_ptr<StableIValue> own(reinterpret_cast<StableIValue*>(box));
+        return reinterpret_cast<AtenTensorHandle>(*own);
+    }
+};
+
+// (x, tensors!, numbers) -> x after all layers
+void layers(StableIValue* arguments, uint64_t, uint64_t) {
+    Stack stack(arguments);
+    Tensor x = stack.tensor();
+    std::vector<StableIValue> boxes = stack.maybe_tensors();
+    Given given(std::move(boxes), stack.tensor());
+    const Expect expect("cpu_layers");
+    expect(x, "x", FLOATS, {ANY, ANY}, Layout::contiguous);
+    auto boxed = [](StableIValue value) { return StableIValue(new StableIValue(value)); };
+    for (int64_t layer = given.check(expect); layer > 0; --layer) {
+        AtenTensorHandle again;
+        check(aoti_torch_new_tensor_handle(x.handle, &again));
+        auto begun = given.arguments({StableIValue(again)}, BEGIN);
+        begin(begun.data(), 0, 0);
+        auto mixed = given.arguments(
+            {boxed(begun[3]), boxed(begun[4]), begun[0], begun[1], begun[2], begun[5]}, KEPT);
+        take_kept_step(mixed.data(), 0, 0);
+        auto ended = given.arguments({mixed[0], StableIValue(x.handle)}, END);
+        x.handle = nullptr;
+        end(ended.data(), 0, 0);
+        x = Tensor(reinterpret_cast<AtenTensorHandle>(ended[0]));
+    }
+    stack.give(x);
+}
+
 Register registered_begin("cpu_layer_begin", begin);
+Register registered_layers("cpu_layers", layers);
 Register registered_end("cpu_layer_end", end);
 
 }  // namespace

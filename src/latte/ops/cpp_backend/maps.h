@@ -80,4 +80,7 @@ void run(Latents& op);
 void run(Products& op);
 void run_network(Products& op);
 
+// The op cpu_kept_step.
+void take_kept_step(StableIValue* arguments, uint64_t, uint64_t);
+
 }  // namespace latte

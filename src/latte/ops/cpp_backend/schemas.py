@@ -83,6 +83,7 @@ def _ops() -> dict[str, Callable[..., Any]]:
             Tensor? up_scales, Tensor down, Tensor? down_scales, bool tanh) -> Tensor""": (
             lambda x, residual, *_: residual.new_empty(residual.shape)
         ),
+        "layers(Tensor x, Tensor(a!)?[] tensors, Tensor numbers) -> Tensor": _like_first,
         "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor": _like_first,
         "glu(Tensor gate, Tensor up) -> Tensor": _like_first,
         "glu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)": (

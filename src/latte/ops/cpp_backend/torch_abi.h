@@ -23,6 +23,8 @@ struct AtenTensorOpaque;
 using AtenTensorHandle = AtenTensorOpaque*;
 class TorchLibraryOpaque;
 using TorchLibraryHandle = TorchLibraryOpaque*;
+struct StableListOpaque;
+using StableListHandle = StableListOpaque*;
 using StableIValue = uint64_t;
 using AOTITorchError = int32_t;
 
@@ -39,6 +41,12 @@ int32_t aoti_torch_dtype_int8();
 int32_t aoti_torch_dtype_uint8();
 int32_t aoti_torch_dtype_bool();
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
+AOTITorchError aoti_torch_new_tensor_handle(AtenTensorHandle orig_handle,
+                                            AtenTensorHandle* new_handle);
+AOTITorchError torch_list_size(StableListHandle list_handle, size_t* size);
+AOTITorchError torch_list_get_item(StableListHandle list_handle, size_t index,
+                                   StableIValue* element);
+AOTITorchError torch_delete_list(StableListHandle list_handle);
 AOTITorchError aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* ret_dim);
 AOTITorchError aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** ret_sizes);
 AOTITorchError aoti_torch_get_strides(AtenTensorHandle tensor, int64_t** ret_strides);
@@ -190,6 +198,16 @@ public:
         auto* handle = read<AtenTensorHandle>(*boxed);
         delete boxed;
         return Tensor(handle, written);
+    }
+    // Of tensors that may be absent: a box of each, or 0.
+    std::vector<StableIValue> maybe_tensors() {
+        auto* list = read<StableListHandle>(stack[next++]);
+        size_t count;
+        check(torch_list_size(list, &count));
+        std::vector<StableIValue> found(count);
+        for (size_t i = 0; i < count; ++i) check(torch_list_get_item(list, i, &found[i]));
+        check(torch_delete_list(list));
+        return found;
     }
     int64_t integer() { return read<int64_t>(stack[next++]); }
     double number() { return read<double>(stack[next++]); }
