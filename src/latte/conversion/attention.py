@@ -19,14 +19,12 @@ from torch import Tensor, nn
 from latte.conversion.config import MacchiatoFields
 from latte.conversion.controls import latents_alone
 from latte.conversion.step import Table
-from latte.layers import Context, LatteMacchiato, MixerState, MixingLogits, Projected
+from latte.layers import Context, LatteMacchiato, MixerState, Projected
 from latte.layers.latents import LatentLogits
 from latte.layers.mixer import EMPTY
-from latte.layers.native import BEGUN
 from latte.layers.parts import Rotary
 from latte.layers.step import StepState
 from latte.models.cache_name import one_cache
-from latte.ops.step import in_dtype
 
 
 class MacchiatoAttention(LatteMacchiato):
@@ -102,9 +100,8 @@ class MacchiatoAttention(LatteMacchiato):
         With a ``teacher`` the output is that of the base's own attention. If this layer is
         converted, the teacher gives it (:func:`latte.conversion.attention_distillation.watch`).
         """
-        cache = one_cache(past_key_values, cache)
+        cache, x_BTE = one_cache(past_key_values, cache), hidden_states
         context = self.turned(context, position_embeddings)
-        x_BTE = hidden_states
         if teacher is not None:
             near = self.near(x_BTE, EMPTY, context)._replace(scores=self.scores(x_BTE))
             if self.converted:
@@ -170,24 +167,27 @@ class MacchiatoAttention(LatteMacchiato):
         q, k = projected.latent_q.to(near.v.dtype), projected.latent_k.to(near.v.dtype)
         return projected._replace(latent_q=q, latent_k=k)
 
-    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
-        near = self.near(x_BTE, state, context)
-        if self.mixing == "base":
-            return near
-        if self.mixing == "window":
-            return near._replace(scores=self.scores(x_BTE))
-        return self.with_logits(x_BTE, near, context)
-
     # --- mixing, and its controls ---------------------------------------------------------------
+
+    @property
+    def reads_latents(self) -> bool:  # type: ignore[override]
+        """Whether the mixture has latents, or exact keys alone."""
+        return self.mixing not in ("base", "window")
+
+    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
+        if self.mixing == "base":
+            return self.near(x_BTE, state, context)
+        projected = super()._project(x_BTE, state, context)
+        if self.mixing != "latents":
+            return projected
+        return projected._replace(latent_q=projected.latent_q[..., 1:], q=None, k=None)
 
     def _attend(
         self, x_BTE: Tensor, projected: Projected, context: Context
     ) -> tuple[Tensor, MixerState | None]:
         """The mixture of the branches that ``mixing`` has, (B, T, H, K), and the state after it."""
-        if self.mixing in ("base", "window"):
-            return self.window_branch(projected, context)
         if self.mixing in ("latents", "hidden"):
-            return latents_alone(self, projected, context, self.mixing == "hidden")
+            return latents_alone(self, projected, context)
         return super()._attend(x_BTE, projected, context)
 
     def full_attention(self, near: Projected, context: Context) -> tuple[Tensor, MixerState | None]:
@@ -200,54 +200,30 @@ class MacchiatoAttention(LatteMacchiato):
             return self.full_attention(near, context)
         return super().window_branch(near, context)
 
-    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        # For one token every Python call takes a noticeable time, and module attributes are slow.
-        parts, B, plan = self._modules, x_BE.shape[0], state.step_context.plan
-        maps: Any = parts["q_proj"], parts["k_proj"], parts["v_proj"]
-        local = tuple(x.view(B, -1, self.head_dim) for x in plan.linear_maps(x_BE, *maps))
-        logits = score = None
-        if self.mixing not in ("base", "window"):
-            latents: Any = parts["latents"]
-            logits = latents.step(in_dtype(x_BE, latents.dtype), state)
-        if state.kept is not None:
-            latents = parts["latents"]
-            score = latents.kept_scores.step(x_BE)
-        return self._mixed(local, logits, score, state, rotary)
+    def _local_step(
+        self, x_BE: Tensor, state: StepState, rotary: Rotary | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Rotary | None]:
+        local, rotary = super()._local_step(x_BE, state, rotary)
+        return self._normed(local, state), rotary
 
     def _begun_step(
         self, begun: tuple[Tensor, ...], state: StepState, rotary: Rotary | None
     ) -> Tensor:
-        latents: Any = self._modules["latents"]
-        logits = *begun[3:5], latents.log_decay(len(begun[0]))
-        return self._mixed(begun[:3], logits, begun[5] if state.kept else None, state, rotary)
+        local = self._normed(begun[:3], state)
+        return super()._begun_step((*local, *begun[3:]), state, rotary)
 
-    def _mixed(
-        self, local: Any, latents: Any, score: Tensor | None, state: StepState, rotary: Any
-    ) -> Tensor:
-        """A step's output of each head, from its q, k and v and the latents' logits."""
-        parts = self._modules
+    def _normed(self, local: Any, state: StepState) -> tuple[Tensor, Tensor, Tensor]:
+        """A step's q, k and v, of which the base may norm q and k."""
+        (q, k, v), parts, plan = local, self._modules, state.step_context.plan
         if "q_norm" in parts:
-            plan, (q, k, v) = state.step_context.plan, local
-            local = plan.norm(parts["q_norm"], q), plan.norm(parts["k_norm"], k), v
-        joint = self.joint_softmax
-        return state.attend(local, self.scale, self.softcap, rotary, latents, joint, score)
-
-    # --- for inspection -------------------------------------------------------------------------
-
-    def _logits(self, projected: Projected, context: Context) -> MixingLogits:
-        if self.mixing in ("base", "window"):
-            return MixingLogits(q=projected.q, k=projected.k)
-        logits = super()._logits(projected, context)
-        if self.mixing != "latents":
-            return logits
-        assert logits.latent_q is not None
-        return MixingLogits(logits.latent_q[..., 1:], logits.latent_k)
+            q, k = plan.norm(parts["q_norm"], q), plan.norm(parts["k_norm"], k)
+        return q, k, v
 
     def mixing_flops(self, length: int) -> float:
         """Forward FLOPs per token at a length, of the branches that ``mixing`` has."""
         base = self.mixing == "base"
         seen = min((self.base_window if base else self.window) or length, (length + 1) / 2)
-        latents = 0 if self.mixing in ("base", "window") else self.latents.k_proj.out_features
+        latents = self.latents.k_proj.out_features if self.reads_latents else 0
         return 4.0 * self.head_dim * (latents + self.num_heads * seen)
 
     def extra_repr(self) -> str:
@@ -257,8 +233,3 @@ class MacchiatoAttention(LatteMacchiato):
             f"window={self.window}, mixing={self.mixing!r}, num_sinks={self.num_sinks}, "
             f"delay_latents={self.delay_latents}, kept_tokens={self.kept_tokens}"
         )
-
-
-BEGUN[MacchiatoAttention] = lambda mixer: (
-    None if mixer.mixing in ("base", "window") else mixer._modules["latents"]
-)

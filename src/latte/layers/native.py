@@ -30,17 +30,6 @@ NORMS: dict[type[nn.Module], NormKind] = {}
 # The kernels in the place of gated networks, by class; None: the class of ``act_fn`` says which.
 GATED: dict[type[nn.Module], Callable[..., Tensor] | None] = {}
 ACTIVATIONS: dict[type[nn.Module], Callable[..., Tensor]] = {}
-# Of maps with other weights than those that the kernels read, by class: from the module, what gives
-# its output for few rows (B, E) without the cost of a module's call.
-MAPS: dict[type[nn.Module], Callable[[Any], Callable[[Tensor], Tensor]]] = {}
-# Of maps with weights in 4 and 8 bits, by class: from the module, its integers and their scales if
-# the kernels of quantised maps read them, else None.
-INTEGERS: dict[type[nn.Module], Callable[[Any], tuple[Tensor, Tensor] | None]] = {}
-
-
-# Mixers whose projections one kernel computes, by class: from the mixer, its latents, or None if
-# the projections are not the kernel's.
-BEGUN: dict[type[nn.Module], Callable[[Any], Any]] = {}
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -49,6 +38,11 @@ def is_hooked(module: nn.Module) -> bool:
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
         return True
     return bool(_global_forward_hooks or _global_forward_pre_hooks)
+
+
+def own_method(module: Any, name: str) -> Callable[..., Any] | None:
+    """A method that the module's own class defines. A subclass may compute something else."""
+    return getattr(module, name) if name in vars(type(module)) else None
 
 
 def native_weights(
@@ -90,8 +84,8 @@ def native_integers(x: Tensor, maps: Iterable[Any]) -> list[Tensor]:
     if x.dtype == torch.float64 or not decoding.serves(x, x.numel()):
         return found
     for module in maps:
-        read = INTEGERS.get(type(module))
-        integers = None if read is None or is_hooked(module) else read(module)
+        read = own_method(module, "native_integers")
+        integers = None if read is None or is_hooked(module) else read()
         if integers is None:
             return []
         found += integers
@@ -110,11 +104,11 @@ def native_maps(x: Tensor, *maps: Any) -> list[Any]:
 
 
 def direct(x: Tensor, module: Any) -> Callable[[Tensor], Tensor]:
-    """The module, or what may be called in its place for x (B, E) (:data:`MAPS`)."""
-    made = MAPS.get(type(module))
+    """The module, or what may be called in its place for x (B, E): its class's ``direct``."""
+    made = own_method(module, "direct")
     if made is None or is_hooked(module) or not decoding.serves(x, x.numel()):
         return module  # type: ignore[no-any-return]
-    return made(module)
+    return made()  # type: ignore[no-any-return]
 
 
 def linear_maps(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:

@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 from latte.layers.kept_scores import EPS
 from latte.layers.native import (
     ACTIVATIONS,
-    BEGUN,
     GATED,
     NORMS,
     direct,
@@ -32,6 +31,7 @@ from latte.layers.native import (
     native_integers,
     native_maps,
     native_weights,
+    own_method,
 )
 from latte.layers.parts import InitializedModule
 from latte.ops import decoding
@@ -303,12 +303,13 @@ def _norm_arguments(module: Any, x: Tensor) -> tuple[Any, ...]:
 
 def _begin_arguments(parts: LayerParts, x: Tensor) -> tuple[Any, ...]:
     """The arguments of the kernel that begins a layer; empty if its modules are called."""
-    mixer, latents_of = parts.mixer, BEGUN.get(type(parts.mixer))
-    latents = None if latents_of is None else latents_of(mixer)
-    norm = _norm_arguments(parts.mixer_norm, x)
-    if latents is None or not norm or latents._modules["input"].kind != "none":
+    mixer, norm = parts.mixer, _norm_arguments(parts.mixer_norm, x)
+    if not norm or own_method(mixer, "_begun_step") is None or not mixer.reads_latents:
         return ()
     own = mixer._modules
+    latents = own["latents"]
+    if latents._modules["input"].kind != "none":
+        return ()
     maps = native_maps(x, own["q_proj"], own["k_proj"], own["v_proj"])
     weights, scores, scored = latents.native(x), latents._modules.get("kept_scores"), (None,) * 4
     if scores is not None and weights:

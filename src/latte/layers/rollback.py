@@ -114,13 +114,12 @@ class Recorded(NamedTuple):
         return Recorded(self.before, *tokens)
 
 
-def rollback(state: Any, tokens: int, read: Callable[..., Any]) -> Any:
-    """Take the last ``tokens`` tokens back. The result goes on recording, from where it stands.
+def rollback(mixer: Any, state: Any, tokens: int) -> Any:
+    """The state ``tokens`` tokens earlier, which goes on recording.
 
     Args:
-        state: :class:`latte.layers.MixerState` that has recorded these tokens.
-        read: The layer's function from inputs, mask, state and rotary tables to the state after
-            them.
+        mixer: :class:`latte.layers.Mixer` that has read these tokens.
+        state: State after tokens that were read from a state with :meth:`MixerState.record`.
 
     Raises:
         ValueError: Fewer tokens have been recorded than are to be taken back.
@@ -138,7 +137,9 @@ def rollback(state: Any, tokens: int, read: Callable[..., Any]) -> Any:
         return recorded.before.record()
     before, *given = recorded
     x, mask, rotary = map_tensors(lambda table: table[:, : length - tokens], tuple(given))
-    return read(x, mask, before, rotary).record()
+    projected, context = mixer._begin(x, mask, None, before, True, rotary=rotary)
+    after = mixer._attend(x, projected, context)[1]
+    return mixer._end(x, projected, after, context).record()
 
 
 def drop_newest(state: Any, tokens: int) -> Any:
