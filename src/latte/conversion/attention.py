@@ -23,7 +23,6 @@ from latte.layers import Context, LatteMacchiato, MixerState, Projected
 from latte.layers.latents import LatentLogits
 from latte.layers.mixer import EMPTY
 from latte.layers.parts import Rotary
-from latte.layers.step import StepState
 from latte.models.cache_name import one_cache
 
 
@@ -39,7 +38,7 @@ class MacchiatoAttention(LatteMacchiato):
         softcap: Cap of the local logits, if the base has one.
     """
 
-    scale: float
+    begins = True
     # Sub-modules of the base, under the same names.
     q_norm: nn.Module
     k_norm: nn.Module
@@ -58,8 +57,8 @@ class MacchiatoAttention(LatteMacchiato):
         self.window = fields.window_of(self.layer_idx)
         self.base_window = fields.base_window(self.layer_idx)
         self.converted = fields.is_converted(self.layer_idx)
-        # As in the configuration; in training also "hidden": the latents alone, but the window
-        # for a sequence's first W tokens, for which delayed latents have nothing.
+        # In training also "hidden": the latents alone, but the window for a sequence's first W
+        # tokens, for which delayed latents have nothing.
         self.mixing: str = fields.mixing_of(self.layer_idx)
         self._divide_past(
             fields.num_sinks if fields.has_window(self.layer_idx) else 0,
@@ -121,10 +120,9 @@ class MacchiatoAttention(LatteMacchiato):
         return self.layer_kind, self.window
 
     @property
-    def splits(self) -> bool:
-        """Whether a sequence can be divided among processes."""
-        grows = self.mixing == "base" and self.base_window is None
-        return not grows and super().splits
+    def grows(self) -> bool:  # type: ignore[override]
+        """Whether the state keeps every token, as that of the base's full attention does."""
+        return self.mixing == "base" and self.base_window is None
 
     @property
     def steps(self) -> bool:  # type: ignore[override]
@@ -135,9 +133,7 @@ class MacchiatoAttention(LatteMacchiato):
 
     def turned(self, context: Context, embeddings: tuple[Tensor, Tensor]) -> Context:
         """The context with the rotary tables of this layer, in the base's format."""
-        sinks = None
-        if self.num_sinks and context.rotary is not None:
-            sinks = context.rotary[self.table]
+        sinks = context.rotary[self.table] if self.num_sinks else None
         return context._replace(rotary=Rotary(*embeddings, sinks))
 
     def heads(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,10 +173,10 @@ class MacchiatoAttention(LatteMacchiato):
     def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         if self.mixing == "base":
             return self.near(x_BTE, state, context)
-        projected = super()._project(x_BTE, state, context)
-        if self.mixing != "latents":
-            return projected
-        return projected._replace(latent_q=projected.latent_q[..., 1:], q=None, k=None)
+        found = super()._project(x_BTE, state, context)
+        if self.mixing == "latents":
+            found = found._replace(latent_q=found.latent_q[..., 1:], q=None, k=None)
+        return found
 
     def _attend(
         self, x_BTE: Tensor, projected: Projected, context: Context
@@ -200,36 +196,5 @@ class MacchiatoAttention(LatteMacchiato):
             return self.full_attention(near, context)
         return super().window_branch(near, context)
 
-    def _local_step(
-        self, x_BE: Tensor, state: StepState, rotary: Rotary | None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Rotary | None]:
-        local, rotary = super()._local_step(x_BE, state, rotary)
-        return self._normed(local, state), rotary
-
-    def _begun_step(
-        self, begun: tuple[Tensor, ...], state: StepState, rotary: Rotary | None
-    ) -> Tensor:
-        local = self._normed(begun[:3], state)
-        return super()._begun_step((*local, *begun[3:]), state, rotary)
-
-    def _normed(self, local: Any, state: StepState) -> tuple[Tensor, Tensor, Tensor]:
-        """A step's q, k and v, of which the base may norm q and k."""
-        (q, k, v), parts, plan = local, self._modules, state.step_context.plan
-        if "q_norm" in parts:
-            q, k = plan.norm(parts["q_norm"], q), plan.norm(parts["k_norm"], k)
-        return q, k, v
-
-    def mixing_flops(self, length: int) -> float:
-        """Forward FLOPs per token at a length, of the branches that ``mixing`` has."""
-        base = self.mixing == "base"
-        seen = min((self.base_window if base else self.window) or length, (length + 1) / 2)
-        latents = self.latents.k_proj.out_features if self.reads_latents else 0
-        return 4.0 * self.head_dim * (latents + self.num_heads * seen)
-
     def extra_repr(self) -> str:
-        if not self.converted:
-            return f"the base's own, window={self.base_window}"
-        return (
-            f"window={self.window}, mixing={self.mixing!r}, num_sinks={self.num_sinks}, "
-            f"delay_latents={self.delay_latents}, kept_tokens={self.kept_tokens}"
-        )
+        return f"{super().extra_repr()}, mixing={self.mixing!r}, base_window={self.base_window}"

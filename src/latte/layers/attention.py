@@ -54,6 +54,7 @@ class LatteMacchiato(Mixer):
 
     window: int
     reads_latents: Any = True  # whether the mixture has latents, or exact keys alone
+    begins = True  # one kernel may project a step's token; a class says so itself
     carries: ClassVar[tuple[str, ...]] = ("latent", "window")
     stepped: ClassVar[tuple[str, ...]] = ("latents",)
     uses: ClassVar[tuple[str, ...]] = (
@@ -115,7 +116,7 @@ class LatteMacchiato(Mixer):
     @property
     def splits(self) -> bool:
         """Whether a sequence can be divided among processes, which pass no sinks on."""
-        return not (self.num_sinks or self.delay_latents)
+        return not (self.grows or self.num_sinks or self.delay_latents)
 
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
@@ -193,8 +194,9 @@ class LatteMacchiato(Mixer):
         return Partition(sinks, delay, joint, kept), state
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        local, rotary = self._local_step(x_BE, state, rotary)
         latents: Any = self._modules.get("latents")  # ten times as fast as a module's attribute
+        local, rotary = self._local_step(x_BE, state, rotary)
+        local = self._normed(local, state)
         logits = None
         if self.reads_latents:
             logits = latents.step(in_dtype(x_BE, latents.dtype), state)
@@ -202,12 +204,18 @@ class LatteMacchiato(Mixer):
         options = self.scale, self.softcap, rotary, logits, self.joint_softmax, score
         return self._output(state.attend(local, *options), local[2], x_BE)
 
-    def _begun_step(
-        self, begun: tuple[Tensor, ...], state: StepState, rotary: Rotary | None
-    ) -> Tensor:
-        """As :meth:`_step`, after :func:`latte.ops.decoding.layer_begin`, of this class alone."""
-        q, k, v, *logits, score = begun
-        decay = self._modules["latents"].log_decay(len(q))  # type: ignore[union-attr, operator]
-        options = (*logits, decay), self.joint_softmax, None if state.kept is None else score
-        table = self._table(q, state, rotary)
-        return state.attend((q, k, v), self.scale, self.softcap, table, *options)
+    def _begun_step(self, begun: Any, state: StepState, rotary: Rotary | None) -> Tensor:
+        """As :meth:`_step`, after :func:`latte.ops.decoding.layer_begin`."""
+        *local, latent_q, latent_k, score = begun
+        latents: Any = self._modules["latents"]
+        logits = latent_q, latent_k, latents.log_decay(len(latent_q))
+        options = logits, self.joint_softmax, None if state.kept is None else score
+        table = self._table(local[0], state, rotary)
+        return state.attend(self._normed(local, state), self.scale, self.softcap, table, *options)
+
+    def _normed(self, local: Any, state: StepState) -> tuple[Tensor, Tensor, Tensor]:
+        """A step's q, k and v. A base may norm q and k."""
+        (q, k, v), parts, plan = local, self._modules, state.step_context.plan
+        if "q_norm" in parts:
+            q, k = plan.norm(parts["q_norm"], q), plan.norm(parts["k_norm"], k)
+        return q, k, v

@@ -15,20 +15,14 @@ from torch import Tensor, nn
 
 from latte.layers.checks import check_input, check_multiple, check_positive, check_state
 from latte.layers.context_parallel import ShardedOps, across
-from latte.layers.parts import (
-    InitializedModule,
-    Rotary,
-    RotaryEmbedding,
-    of_single_tokens,
-    token_positions,
-)
+from latte.layers.parts import InitializedModule, Rotary, RotaryEmbedding, of_single_tokens
 from latte.layers.rollback import PastKeys, Recorded, advance_position, rollback
 from latte.layers.weights import attention_weights, dense_weights, mixing_logits, with_weights
 from latte.ops import LatteState, Partition, sliding_window_attention
 from latte.ops.kept import KeptState
 from latte.ops.pointwise import rotate, rotate_both
 from latte.ops.state import LinearState, WindowState
-from latte.ops.tensors import real_tokens
+from latte.ops.tensors import real_tokens, token_positions
 
 
 class MixerState(NamedTuple):
@@ -315,18 +309,6 @@ class Mixer(InitializedModule):
         out_BHD = self._step(x_BE, state, None)
         return state.step_context.plan.linear_maps(out_BHD.view(len(x_BE), -1), self.o_proj)[0]
 
-    def mixing_flops(self, length: int) -> float:
-        """Forward FLOPs per token of mixing at a length, without projections; 0 if unknown.
-
-        They are 2 * (K + D) per head and visible key, and 2 * 2 * D per latent.
-        """
-        latents, D = getattr(self, "latents", None), self.o_proj.in_features // self.num_heads
-        seen = 0.0
-        if self.window is not None or self.grows:
-            seen = min(self.window or length, (length + 1) / 2)
-        keys = 2.0 * self.num_heads * (self.head_dim + D) * seen
-        return keys + (0.0 if latents is None else 4.0 * latents.k_proj.out_features * D)
-
     # Functions of a mixer, in files of their own: tokens taken back, and weights for inspection.
     rollback = rollback
     with_weights, attention_weights = with_weights, attention_weights
@@ -394,9 +376,7 @@ class Mixer(InitializedModule):
             # A layer never merges states, so it needs no total log-decay.
             latent = LatteState(latent.log_mass, latent.mean)
         if sources is not None:
-            k = projected.latent_k if projected.features is None else projected.features[1]
-            late = projected.log_decay, projected.scores
-            sources = sources.and_then(PastKeys(context.real(x_BTE), k, projected.k, *late))
+            sources = sources.and_then(projected, context.real(x_BTE))
         if recorded is not None:
             recorded = recorded.and_then(x_BTE, context.real(x_BTE), context.rotary)
         return after._replace(

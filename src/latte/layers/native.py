@@ -40,11 +40,6 @@ def is_hooked(module: nn.Module) -> bool:
     return bool(_global_forward_hooks or _global_forward_pre_hooks)
 
 
-def own_method(module: Any, name: str) -> Callable[..., Any] | None:
-    """A method that the module's own class defines. A subclass may compute something else."""
-    return getattr(module, name) if name in vars(type(module)) else None
-
-
 def native_weights(
     x: Tensor,
     modules: Iterable[Any],
@@ -84,8 +79,9 @@ def native_integers(x: Tensor, maps: Iterable[Any]) -> list[Tensor]:
     if x.dtype == torch.float64 or not decoding.serves(x, x.numel()):
         return found
     for module in maps:
-        read = own_method(module, "native_integers")
-        integers = None if read is None or is_hooked(module) else read()
+        # The class itself has the method: a subclass may compute something else.
+        reads = "native_integers" in vars(type(module)) and not is_hooked(module)
+        integers = module.native_integers() if reads else None
         if integers is None:
             return []
         found += integers
@@ -105,10 +101,9 @@ def native_maps(x: Tensor, *maps: Any) -> list[Any]:
 
 def direct(x: Tensor, module: Any) -> Callable[[Tensor], Tensor]:
     """The module, or what may be called in its place for x (B, E): its class's ``direct``."""
-    made = own_method(module, "direct")
-    if made is None or is_hooked(module) or not decoding.serves(x, x.numel()):
+    if "direct" not in vars(type(module)) or is_hooked(module):
         return module  # type: ignore[no-any-return]
-    return made()  # type: ignore[no-any-return]
+    return module.direct() if decoding.serves(x, x.numel()) else module
 
 
 def linear_maps(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:

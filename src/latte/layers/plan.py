@@ -31,7 +31,6 @@ from latte.layers.native import (
     native_integers,
     native_maps,
     native_weights,
-    own_method,
 )
 from latte.layers.parts import InitializedModule
 from latte.ops import decoding
@@ -304,7 +303,7 @@ def _norm_arguments(module: Any, x: Tensor) -> tuple[Any, ...]:
 def _begin_arguments(parts: LayerParts, x: Tensor) -> tuple[Any, ...]:
     """The arguments of the kernel that begins a layer; empty if its modules are called."""
     mixer, norm = parts.mixer, _norm_arguments(parts.mixer_norm, x)
-    if not norm or own_method(mixer, "_begun_step") is None or not mixer.reads_latents:
+    if not norm or "begins" not in vars(type(mixer)) or not mixer.reads_latents:
         return ()
     own = mixer._modules
     latents = own["latents"]

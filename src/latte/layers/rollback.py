@@ -79,9 +79,11 @@ class PastKeys(NamedTuple):
         """S, the number of tokens."""
         return 0 if self.mask is None else self.mask.shape[1]
 
-    def and_then(self, keys: PastKeys) -> PastKeys:
-        """These keys, and those of the tokens after them."""
-        return joined(self, keys)
+    def and_then(self, projected: Any, mask: Tensor) -> PastKeys:
+        """These keys, and those of the projections of the tokens after them."""
+        k = projected.latent_k if projected.features is None else projected.features[1]
+        late = projected.log_decay, projected.scores
+        return joined(self, PastKeys(mask, k, projected.k, *late))
 
 
 class Recorded(NamedTuple):
