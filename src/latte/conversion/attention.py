@@ -38,7 +38,7 @@ class MacchiatoAttention(LatteMacchiato):
         softcap: Cap of the local logits, if the base has one.
     """
 
-    begins = True
+    begins, splits = True, LatteMacchiato.splits  # a class says both itself
     # Sub-modules of the base, under the same names.
     q_norm: nn.Module
     k_norm: nn.Module
