@@ -6,6 +6,7 @@ value width, L latents.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from latte.layers.rollback import PastKeys
-from latte.ops import window_log_mass
+from latte.ops import use_backend, window_log_mass
 
 
 class MixingLogits(NamedTuple):
@@ -102,7 +103,8 @@ def dense_weights(layer: Any, projected: Any, context: Any) -> Tensor:
         raise ValueError(f"{type(layer).__name__} has no attention weights to show")
     without_past = type(projected.state)()
     given = projected._replace(v=_identity(projected.v, keys.shape[1]), state=without_past)
-    out, _ = layer._attend(given.v, given, context._replace(output_final_state=False))
+    with _any_width(given.v):
+        out, _ = layer._attend(given.v, given, context._replace(output_final_state=False))
     weights: Tensor = out.transpose(1, 2)
     return weights
 
@@ -112,7 +114,8 @@ def window_weights(layer: Any, near: Any, first: int, context: Any) -> Tensor:
     sink_q = None if near.sink_q is None else near.sink_q[:, :first]
     near = near._replace(q=near.q[:, :first], k=near.k[:, :first], sink_q=sink_q)
     near = near._replace(v=_identity(near.v, near.k.shape[1]))
-    out, _ = layer.window_branch(near, context._replace(key_mask=None))
+    with _any_width(near.v):
+        out, _ = layer.window_branch(near, context._replace(key_mask=None))
     weights: Tensor = out.transpose(1, 2)
     return weights
 
@@ -132,6 +135,11 @@ def window_mass(layer: Any, projected: Any, context: Any) -> Tensor:
         partition=partition,
     )
     return mass
+
+
+def _any_width(v_BTGD: Tensor) -> AbstractContextManager[None]:
+    """Where values may be of any width: a GPU's kernels are compiled for each width anew."""
+    return nullcontext() if v_BTGD.is_cpu else use_backend("torch")
 
 
 def _identity(v_BTGD: Tensor, T: int) -> Tensor:
