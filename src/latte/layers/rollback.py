@@ -80,7 +80,7 @@ class PastKeys(NamedTuple):
         return 0 if self.mask is None else self.mask.shape[1]
 
     def and_then(self, projected: Any, mask: Tensor) -> PastKeys:
-        """These keys, and those of the projections of the tokens after them."""
+        """These keys, followed by those of later tokens."""
         k = projected.latent_k if projected.features is None else projected.features[1]
         late = projected.log_decay, projected.scores
         return joined(self, PastKeys(mask, k, projected.k, *late))
@@ -117,7 +117,7 @@ class Recorded(NamedTuple):
 
 
 def rollback(mixer: Any, state: Any, tokens: int) -> Any:
-    """The state ``tokens`` tokens earlier, which goes on recording.
+    """The state without the last ``tokens`` tokens. It goes on recording from there.
 
     Args:
         mixer: :class:`latte.layers.Mixer` that has read these tokens.

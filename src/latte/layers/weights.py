@@ -68,9 +68,9 @@ def attention_weights(layer: Any, x_BTE: Tensor, *given: Any, **named: Any) -> T
 def mixing_logits(layer: Any, x_BTE: Tensor, *given: Any, **named: Any) -> MixingLogits:
     """The logits of the weights of these tokens among themselves, for inspection.
 
-    If latents forget, the decay is folded into ``latent_k``, in fp64: latents without forgetting
-    would have the same weights with these keys. That of the window has its logsumexp, if the
-    softmax is joint. The arguments are those of :meth:`Mixer.forward`.
+    A decay of the latents is folded into ``latent_k``, in fp64: latents without forgetting would
+    have the same weights with these keys. With a joint softmax the window's logit includes the
+    logsumexp of its keys. The arguments are those of :meth:`Mixer.forward`.
     """
     projected, context = layer._begin(x_BTE, *given, **named)
     latent_k, decay = projected.latent_k, projected.log_decay
