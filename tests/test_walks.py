@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import latte
+from latte.conversion.attention import MacchiatoAttention
+from latte.layers import Mixer
 from latte.models import LatteCache, LatteForCausalLM, preset_config
 from latte.ops import cpp_backend
 
@@ -15,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = Path(latte.__file__).parent
 MOST_FRAMES = 8
 MOST_CALLS = {"prefill": 100, "token": 45}  # of a layer
+MOST_LINES = 900  # of a layer, own and converted
 
 
 def written(title):
@@ -22,6 +25,15 @@ def written(title):
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     section = page.partition(f"### {title}\n")[2].partition("\n#")[0]
     return re.findall(r"^\d+\. `([\w/.]+\.py::[\w.]+)`", section, re.M)
+
+
+def profiled(look, call):
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
 
 
 def walked(kernel, call):
@@ -47,12 +59,7 @@ def walked(kernel, call):
             frame = frame.f_back
         stacks.append(stack)
 
-    before = sys.getprofile()
-    sys.setprofile(look)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
+    profiled(look, call)
     assert stacks and all(stack == stacks[0] for stack in stacks)
     return stacks[0]
 
@@ -62,6 +69,16 @@ def model():
     if cpp_backend.ABSENT is not None:
         pytest.skip(cpp_backend.ABSENT)
     return LatteForCausalLM(preset_config("latte-r-swa++", "tiny", num_hidden_layers=2)).eval()
+
+
+def test_a_layer_is_read_in_few_lines():
+    """The classes of a converted layer, which is Latte's own too, and what they hand around."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    (files,) = re.findall(r"^One layer, own or converted, is (.*)\.$", page, re.M)
+    texts = [(SOURCES / name).read_text(encoding="utf-8") for name in re.findall("`(.*?)`", files)]
+    assert sum(len(text.splitlines()) for text in texts) <= MOST_LINES
+    own = {x.__name__ for x in MacchiatoAttention.__mro__ if issubclass(x, Mixer)}
+    assert own < set(re.findall(r"^class (\w+)", "\n".join(texts), re.M))
 
 
 def test_one_token_of_decoding(model):
@@ -86,12 +103,7 @@ def own_calls(call):
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(str(SOURCES))
 
-    before = sys.getprofile()
-    sys.setprofile(look)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
+    profiled(look, call)
     return count
 
 

@@ -25,6 +25,7 @@ from latte.layers import (
     RMSNorm,
 )
 from latte.layers.checks import check_choice
+from latte.layers.weights import window_mass
 from latte.ops import LatteState
 
 SHORT_CONVS = ("none", "v", "qkv")
@@ -119,7 +120,7 @@ class TrialMixer(GatedMacchiato):
         if not self.one_softmax:
             return projected
         latents = log_mass(latent_k, projected.log_decay, state.latent, context)
-        mass = torch.cat([self.window_mass(projected, context)[..., None], latents], -1)
+        mass = torch.cat([window_mass(self, projected, context)[..., None], latents], -1)
         return projected._replace(latent_q=projected.latent_q + mass.to(projected.latent_q.dtype))
 
     def near(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:

@@ -11,6 +11,7 @@ from latte.conversion.attention_distillation import (
     watch,
 )
 from latte.layers import Context, Projected
+from latte.layers.weights import mixture
 from tests.conversion.bases import NAMES, WINDOW, base_logits, converted, tokens
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -40,7 +41,7 @@ class Errors:
         places = torch.arange(x.shape[1])
         mass, _ = sampled_masses(layer, near, places, context)
         self.output.append(relative_error(out, target, real))
-        self.mass.append(mass_divergence(layer.mixture(projected, context), mass, real))
+        self.mass.append(mass_divergence(mixture(layer, projected, context), mass, real))
         return target
 
 

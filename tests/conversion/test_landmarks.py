@@ -16,7 +16,7 @@ from latte.conversion.landmarks import (
     set_landmarks,
     turned,
 )
-from latte.layers.weights import window_share
+from latte.layers.weights import mixture, window_share
 from tests.conversion.bases import NAMES, WINDOW, base, converted, tokens
 
 
@@ -72,8 +72,8 @@ def test_the_window_begins_with_the_mass_that_it_has_in_the_base(family, joint):
 
     class Watch(Survey):
         def __call__(self, layer, x, near, context):
-            mixture = layer.mixture(layer.with_logits(x, near, context), context)
-            shares[layer.layer_idx] = window_share(mixture)[:, layer.window :: 4]
+            latent_q = mixture(layer, layer.with_logits(x, near, context), context)
+            shares[layer.layer_idx] = window_share(latent_q)[:, layer.window :: 4]
             return super().__call__(layer, x, near, context)
 
     watch(model, Watch(), input_ids=rows[0])

@@ -20,8 +20,9 @@ from latte.layers import (
     SwiGLU,
 )
 from latte.layers.mixer import EMPTY, Context
-from latte.layers.parts import apply_rotary, token_positions
+from latte.layers.parts import apply_rotary
 from latte.layers.rollback import advance_position
+from latte.ops.tensors import token_positions
 
 TOLERANCE = {"atol": 1e-10, "rtol": 1e-10}
 

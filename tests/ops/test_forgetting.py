@@ -9,23 +9,19 @@ from latte.ops import (
     LatteState,
     cpp_backend,
     latte_attention,
-    macchiato_attention,
 )
-from latte.ops.step import Ring, latte_step, macchiato_step
 from tests.ops.helpers import (
     F64,
     assert_same,
     flat,
     key_mask,
     latte_inputs,
-    macchiato_inputs,
     randn,
     relative_error,
     values_and_gradients,
 )
 from tests.ops.opdb import OPS, Bench
 
-W = 8
 # Who serves latents that forget, beside the reference.
 NATIVE = pytest.mark.skipif(
     cpp_backend.ABSENT is not None, reason="the native kernels are not built"
@@ -153,42 +149,6 @@ def test_a_million_tokens_in_pieces():
     assert relative_error(state.mean[..., 2:, :], late.mean[..., 2:, :]) < 1e-5
     assert relative_error(state.log_mass[..., 2:], late.log_mass[..., 2:]) < 1e-5
     assert state.mean[..., 0, :].abs().max() < 0.02  # of all of the million
-
-
-@pytest.mark.parametrize("op", ["latte", "macchiato"])
-def test_decoding_equals_prefill(op):
-    """By the op, whose step takes the decay from the state, and in place, with padding."""
-    T, mask = 30, key_mask(2, 30)
-    mask[:, 0] = True
-    g = decays(2, T, 4, 3)
-    latent_q, k, *local, v = macchiato_inputs(2, T, G=4)
-    inputs = [latent_q, k, *local, v] if op == "macchiato" else [latent_q[..., 1:], k, v]
-
-    def run(x, decay, real, state=None):
-        options = {"log_decay": decay, "key_mask": real, "initial_state": state}
-        if op == "macchiato":
-            return macchiato_attention(*x, window=W, output_final_state=True, **options)
-        return latte_attention(*x, output_final_state=True, **options)
-
-    whole, last = run(inputs, g, mask)
-    state, outs = None, []
-    log_mass, mean = LatteState.empty(2, 4, 3, 5, dtype=F64)
-    shapes = (2, 4, W, 6), (2, 4, W, 5)
-    ring = Ring(*(torch.zeros(s, dtype=F64) for s in shapes), torch.zeros(2, W, dtype=torch.bool))
-    for t in range(T):
-        now = [x[:, t : t + 1] for x in inputs]
-        with torch.no_grad():
-            out, state = run(now, g[:, t : t + 1], mask[:, t : t + 1], state)
-        one, slot = [x[:, 0].contiguous() for x in now], torch.tensor([t % W])
-        options = {"real": mask[:, t], "log_decay": g[:, t]}
-        if op == "macchiato":
-            arguments = (*one, log_mass, mean, ring, slot)
-            written = macchiato_step(*arguments, scale=6**-0.5, **options)
-        else:
-            written = latte_step(*one, log_mass, mean, **options)
-        assert_same([written], [out[:, 0]], 1e-12)
-        outs.append(out)
-    assert_same([torch.cat(outs, 1), *flat(state)], [whole, *flat(last)], 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -88,18 +88,29 @@ cases = pytest.mark.parametrize(
 )
 
 
+def decays(dtype):
+    """What latents forget, at each token."""
+    return -0.2 * randn(B, T, H, L, seed=6).abs().to(computation_dtype(dtype))
+
+
 @cases
+@pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize("groups", [H, 2])
-def test_latte(dtype, masked, scale, groups):
+def test_latte(dtype, masked, scale, groups, forgets):
     inputs = [x.to(dtype) for x in latte_inputs(B, T, H, L, D, scale=scale)]
     inputs[2] = inputs[2][:, :, :groups]
-    mask = key_mask(B, T) if masked else None
+    mask, decay = key_mask(B, T) if masked else None, decays(dtype) if forgets else None
     state = empty(dtype)
-    out = stepped(lambda t, *x, real: latte_step(*x, *state, real), *inputs, mask=mask)
+
+    def step(t, *x, real):
+        return latte_step(*x, *state, real, log_decay=None if decay is None else decay[:, t])
+
+    out = stepped(step, *inputs, mask=mask)
 
     def run(to):
-        y, after = latte_attention(*(x.to(to) for x in inputs), key_mask=mask, **WHOLE)
-        return y, *after
+        options = {"key_mask": mask, "log_decay": decay, **WHOLE}
+        y, after = latte_attention(*(x.to(to) for x in inputs), **options)
+        return y, *after[:2]
 
     close(out, state, run(F64), dtype, run(dtype))
 
@@ -134,25 +145,28 @@ def test_a_state_that_is_not_a_number_stays_so(key):
 
 
 @cases
-@pytest.mark.parametrize(("window", "softcap"), [(1, None), (4, None), (4, 2.0), (20, None)])
-def test_macchiato_and_the_window_alone(dtype, masked, scale, window, softcap):
+@pytest.mark.parametrize(
+    ("window", "softcap", "forgets"),
+    [(1, None, False), (4, None, True), (4, 2.0, False), (20, None, False)],
+)
+def test_macchiato_and_the_window_alone(dtype, masked, scale, window, softcap, forgets):
     inputs = [x.to(dtype) for x in macchiato_inputs(B, T, H, 2, L, K, D, scale=scale)]
-    mask = key_mask(B, T) if masked else None
+    mask, decay = key_mask(B, T) if masked else None, decays(dtype) if forgets else None
     state, ring, alone = empty(dtype), ring_of(window, 2, dtype), ring_of(window, 2, dtype)
     options = {"scale": K**-0.5, "softcap": softcap}
 
     def both(t, *x, real):
-        slot = torch.tensor([t % window])
-        return macchiato_step(*x, *state, ring, slot, real, **options)
+        slot, lost = torch.tensor([t % window]), None if decay is None else decay[:, t]
+        return macchiato_step(*x, *state, ring, slot, real, log_decay=lost, **options)
 
     def near(t, *x, real):
         return window_step(*x, alone, torch.tensor([t % window]), real, **options)
 
     def run(to):
         wide = [x.to(to) for x in inputs]
-        around = {"window": window, "key_mask": mask}
+        around = {"window": window, "key_mask": mask, "log_decay": decay}
         y, after = macchiato_attention(*wide, **around, **options, **WHOLE)
-        return y, *after.latent
+        return y, *after.latent[:2]
 
     def window_alone(to):
         wide = [x.to(to) for x in inputs[2:]]

@@ -122,7 +122,7 @@ def refused():
     )
     return {
         "the rotary frequencies of Macchi.* depend on the length of the text": stretched,
-        r"MacchiatoAttention \(the base's own, window=None\) passes no state": hybrid,
+        r"MacchiatoAttention \(.*, mixing='base', base_window=None\) passes no state": hybrid,
         "SoftmaxAttention .* passes no state of constant size": tiny("transformer++"),
         "Mega .* passes no state of constant size": language_model(comparator),
         "LatteForCausalLM is compiled": compiled,

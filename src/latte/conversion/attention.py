@@ -19,14 +19,11 @@ from torch import Tensor, nn
 from latte.conversion.config import MacchiatoFields
 from latte.conversion.controls import latents_alone
 from latte.conversion.step import Table
-from latte.layers import Context, LatteMacchiato, MixerState, MixingLogits, Projected
+from latte.layers import Context, LatteMacchiato, MixerState, Projected
 from latte.layers.latents import LatentLogits
 from latte.layers.mixer import EMPTY
-from latte.layers.native import BEGUN
 from latte.layers.parts import Rotary
-from latte.layers.step import StepState
 from latte.models.cache_name import one_cache
-from latte.ops.step import in_dtype
 
 
 class MacchiatoAttention(LatteMacchiato):
@@ -41,7 +38,7 @@ class MacchiatoAttention(LatteMacchiato):
         softcap: Cap of the local logits, if the base has one.
     """
 
-    scale: float
+    begins, splits = True, LatteMacchiato.splits  # a class says both itself
     # Sub-modules of the base, under the same names.
     q_norm: nn.Module
     k_norm: nn.Module
@@ -60,8 +57,8 @@ class MacchiatoAttention(LatteMacchiato):
         self.window = fields.window_of(self.layer_idx)
         self.base_window = fields.base_window(self.layer_idx)
         self.converted = fields.is_converted(self.layer_idx)
-        # As in the configuration; in training also "hidden": the latents alone, but the window
-        # for a sequence's first W tokens, for which delayed latents have nothing.
+        # In training also "hidden": the latents alone, but the window for a sequence's first W
+        # tokens, for which delayed latents have nothing.
         self.mixing: str = fields.mixing_of(self.layer_idx)
         self._divide_past(
             fields.num_sinks if fields.has_window(self.layer_idx) else 0,
@@ -102,9 +99,8 @@ class MacchiatoAttention(LatteMacchiato):
         With a ``teacher`` the output is that of the base's own attention. If this layer is
         converted, the teacher gives it (:func:`latte.conversion.attention_distillation.watch`).
         """
-        cache = one_cache(past_key_values, cache)
+        cache, x_BTE = one_cache(past_key_values, cache), hidden_states
         context = self.turned(context, position_embeddings)
-        x_BTE = hidden_states
         if teacher is not None:
             near = self.near(x_BTE, EMPTY, context)._replace(scores=self.scores(x_BTE))
             if self.converted:
@@ -124,10 +120,9 @@ class MacchiatoAttention(LatteMacchiato):
         return self.layer_kind, self.window
 
     @property
-    def splits(self) -> bool:
-        """Whether a sequence can be divided among processes."""
-        grows = self.mixing == "base" and self.base_window is None
-        return not grows and super().splits
+    def grows(self) -> bool:  # type: ignore[override]
+        """Whether the state keeps every token, as that of the base's full attention does."""
+        return self.mixing == "base" and self.base_window is None
 
     @property
     def steps(self) -> bool:  # type: ignore[override]
@@ -138,9 +133,7 @@ class MacchiatoAttention(LatteMacchiato):
 
     def turned(self, context: Context, embeddings: tuple[Tensor, Tensor]) -> Context:
         """The context with the rotary tables of this layer, in the base's format."""
-        sinks = None
-        if self.num_sinks and context.rotary is not None:
-            sinks = context.rotary[self.table]
+        sinks = context.rotary[self.table] if self.num_sinks else None
         return context._replace(rotary=Rotary(*embeddings, sinks))
 
     def heads(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,24 +163,27 @@ class MacchiatoAttention(LatteMacchiato):
         q, k = projected.latent_q.to(near.v.dtype), projected.latent_k.to(near.v.dtype)
         return projected._replace(latent_q=q, latent_k=k)
 
-    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
-        near = self.near(x_BTE, state, context)
-        if self.mixing == "base":
-            return near
-        if self.mixing == "window":
-            return near._replace(scores=self.scores(x_BTE))
-        return self.with_logits(x_BTE, near, context)
-
     # --- mixing, and its controls ---------------------------------------------------------------
+
+    @property
+    def reads_latents(self) -> bool:  # type: ignore[override]
+        """Whether the mixture has latents, or exact keys alone."""
+        return self.mixing not in ("base", "window")
+
+    def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
+        if self.mixing == "base":
+            return self.near(x_BTE, state, context)
+        found = super()._project(x_BTE, state, context)
+        if self.mixing == "latents":
+            found = found._replace(latent_q=found.latent_q[..., 1:], q=None, k=None)
+        return found
 
     def _attend(
         self, x_BTE: Tensor, projected: Projected, context: Context
     ) -> tuple[Tensor, MixerState | None]:
         """The mixture of the branches that ``mixing`` has, (B, T, H, K), and the state after it."""
-        if self.mixing in ("base", "window"):
-            return self.window_branch(projected, context)
         if self.mixing in ("latents", "hidden"):
-            return latents_alone(self, projected, context, self.mixing == "hidden")
+            return latents_alone(self, projected, context)
         return super()._attend(x_BTE, projected, context)
 
     def full_attention(self, near: Projected, context: Context) -> tuple[Tensor, MixerState | None]:
@@ -200,65 +196,5 @@ class MacchiatoAttention(LatteMacchiato):
             return self.full_attention(near, context)
         return super().window_branch(near, context)
 
-    def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
-        # For one token every Python call takes a noticeable time, and module attributes are slow.
-        parts, B, plan = self._modules, x_BE.shape[0], state.step_context.plan
-        maps: Any = parts["q_proj"], parts["k_proj"], parts["v_proj"]
-        local = tuple(x.view(B, -1, self.head_dim) for x in plan.linear_maps(x_BE, *maps))
-        logits = score = None
-        if self.mixing not in ("base", "window"):
-            latents: Any = parts["latents"]
-            logits = latents.step(in_dtype(x_BE, latents.dtype), state)
-        if state.kept is not None:
-            latents = parts["latents"]
-            score = latents.kept_scores.step(x_BE)
-        return self._mixed(local, logits, score, state, rotary)
-
-    def _begun_step(
-        self, begun: tuple[Tensor, ...], state: StepState, rotary: Rotary | None
-    ) -> Tensor:
-        latents: Any = self._modules["latents"]
-        logits = *begun[3:5], latents.log_decay(len(begun[0]))
-        return self._mixed(begun[:3], logits, begun[5] if state.kept else None, state, rotary)
-
-    def _mixed(
-        self, local: Any, latents: Any, score: Tensor | None, state: StepState, rotary: Any
-    ) -> Tensor:
-        """A step's output of each head, from its q, k and v and the latents' logits."""
-        parts = self._modules
-        if "q_norm" in parts:
-            plan, (q, k, v) = state.step_context.plan, local
-            local = plan.norm(parts["q_norm"], q), plan.norm(parts["k_norm"], k), v
-        joint = self.joint_softmax
-        return state.attend(local, self.scale, self.softcap, rotary, latents, joint, score)
-
-    # --- for inspection -------------------------------------------------------------------------
-
-    def _logits(self, projected: Projected, context: Context) -> MixingLogits:
-        if self.mixing in ("base", "window"):
-            return MixingLogits(q=projected.q, k=projected.k)
-        logits = super()._logits(projected, context)
-        if self.mixing != "latents":
-            return logits
-        assert logits.latent_q is not None
-        return MixingLogits(logits.latent_q[..., 1:], logits.latent_k)
-
-    def mixing_flops(self, length: int) -> float:
-        """Forward FLOPs per token at a length, of the branches that ``mixing`` has."""
-        base = self.mixing == "base"
-        seen = min((self.base_window if base else self.window) or length, (length + 1) / 2)
-        latents = 0 if self.mixing in ("base", "window") else self.latents.k_proj.out_features
-        return 4.0 * self.head_dim * (latents + self.num_heads * seen)
-
     def extra_repr(self) -> str:
-        if not self.converted:
-            return f"the base's own, window={self.base_window}"
-        return (
-            f"window={self.window}, mixing={self.mixing!r}, num_sinks={self.num_sinks}, "
-            f"delay_latents={self.delay_latents}, kept_tokens={self.kept_tokens}"
-        )
-
-
-BEGUN[MacchiatoAttention] = lambda mixer: (
-    None if mixer.mixing in ("base", "window") else mixer._modules["latents"]
-)
+        return f"{super().extra_repr()}, mixing={self.mixing!r}, base_window={self.base_window}"

@@ -16,16 +16,17 @@ from latte.ops.tensors import Sequences
 
 
 def latents_alone(
-    layer: LatteMacchiato, projected: Projected, context: Context, window_first: bool
+    layer: LatteMacchiato, projected: Projected, context: Context
 ) -> tuple[Tensor, MixerState]:
     """The latents without the window, (B, T, H, D), and the state after the tokens.
 
-    With ``window_first`` a sequence's first W tokens have the window's output, because delayed
+    If there are keys of a window, a sequence's first W tokens have its output, because delayed
     latents have nothing for them.
     """
-    late = layer.window if layer.delay_latents else None
-    out, after = late_latents(projected, context, late)
-    if window_first and late is not None:
+    late, has_window = layer.window if layer.delay_latents else None, projected.q is not None
+    latents = projected._replace(latent_q=projected.latent_q[..., int(has_window) :])
+    out, after = late_latents(latents, context, late)
+    if has_window and late is not None:
         window, _ = layer.window_branch(projected, context)
         began = context.positions(out) >= late
         out = torch.where(began[..., None, None], out, window)
@@ -51,7 +52,7 @@ def late_latents(
             pending = final_window_state(*tokens, state.pending)
         keys, values, mask = late.keys, late.values, late.mask
     out, latent = context.across(latte_attention)(
-        projected.latent_q[..., 1:],
+        projected.latent_q,
         keys,
         values,
         key_mask=mask,

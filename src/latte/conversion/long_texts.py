@@ -15,9 +15,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from latte.errors import LatteError
 from latte.layers.kept_range import KeptRange
-from latte.layers.parts import token_positions
 from latte.models.cache import LatteCache
 from latte.models.inputs import new_key_mask, packed_bounds, wants_cache
+from latte.ops.tensors import token_positions
 
 
 class Given(NamedTuple):

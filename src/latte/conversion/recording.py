@@ -37,7 +37,7 @@ from latte.conversion.controls import late_latents
 from latte.conversion.step import rotary_tables
 from latte.layers.mixer import EMPTY, Context, Projected
 from latte.layers.parts import Rotary
-from latte.layers.weights import window_odds, with_mass
+from latte.layers.weights import window_mass, window_odds, with_mass
 
 
 class Recorder:
@@ -195,7 +195,7 @@ class LayerFit:
             v=half(local.v),
             near=half(near),
             target=half(base_output(layer, local, context)),
-            log_mass=log_mass[0] if kept else layer.window_mass(local, context)[0],
+            log_mass=log_mass[0] if kept else window_mass(layer, local, context)[0],
             mass=mass[0],
             places=places,
             local=(half(local.q), half(local.k), sink_q) if kept else None,
@@ -216,8 +216,8 @@ class LayerFit:
             mass = mass_divergence(latent_q, row.mass[None], real[:, row.places])
             return relative_error(out, target, real), mass
         late = layer.window if layer.delay_latents else None
-        far, _ = late_latents(projected, context, late)
         latent_q, real = projected.latent_q, context.real(x)
+        far, _ = late_latents(projected._replace(latent_q=latent_q[..., 1:]), context, late)
         if layer.joint_softmax:
             latent_q = with_mass(latent_q, row.log_mass[None])
         share = torch.sigmoid(window_odds(latent_q))[..., None]

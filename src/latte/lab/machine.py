@@ -36,6 +36,7 @@ from torch import nn
 
 from latte.errors import LatteError
 from latte.lab.malloc import release_memory
+from latte.layers import Mixer
 from latte.ops.triton_backend import launch
 
 # ---- time
@@ -289,17 +290,33 @@ def peak_flops(device: torch.device, bf16: bool, processes: int) -> tuple[float 
 def flops_per_token(model: nn.Module, length: int) -> float:
     """Training FLOPs per token, 6 per weight used in a product plus three times the mixers' own.
 
-    Forward costs 2 per weight and token, backward twice that. Modules report the forward cost of
-    mixing the tokens by a method `mixing_flops(length)`. If no module of a model has it, only the
-    weights are counted. The second forward of gradient checkpointing is not counted (model FLOPs,
-    not hardware FLOPs).
+    Forward costs 2 per weight and token, backward twice that. If a model has no mixer of
+    `latte.layers`, only the weights are counted. The second forward of gradient checkpointing is
+    not counted (model FLOPs, not hardware FLOPs).
     """
     config: Any = model.config
     weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
     if not getattr(config, "tie_word_embeddings", False):
         weights -= config.vocab_size * config.hidden_size  # the input embedding is a look-up
-    mixers: list[Any] = [m for m in model.modules() if hasattr(m, "mixing_flops")]
-    return 6.0 * weights + 3.0 * sum(mixer.mixing_flops(length) for mixer in mixers)
+    mixers = [m for m in model.modules() if isinstance(m, Mixer)]
+    return 6.0 * weights + 3.0 * sum(mixing_flops(mixer, length) for mixer in mixers)
+
+
+def mixing_flops(mixer: Any, length: int) -> float:
+    """Forward FLOPs per token of mixing at a length, without projections; 0 if unknown.
+
+    They are 2 * (K + D) per head and visible key, and 2 * 2 * D per latent, or what the mixer's own
+    method `mixing_flops` says.
+    """
+    if hasattr(mixer, "mixing_flops"):
+        return mixer.mixing_flops(length)  # type: ignore[no-any-return]
+    D, seen = mixer.o_proj.in_features // mixer.num_heads, 0.0
+    window = mixer.base_window if getattr(mixer, "mixing", None) == "base" else mixer.window
+    if window is not None or mixer.grows:
+        seen = min(window or length, (length + 1) / 2)
+    reads = hasattr(mixer, "latents") and getattr(mixer, "reads_latents", True)
+    latents = mixer.latents.k_proj.out_features if reads else 0
+    return 2.0 * mixer.num_heads * (mixer.head_dim + D) * seen + 4.0 * latents * D
 
 
 # ---- description

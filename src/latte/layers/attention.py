@@ -15,16 +15,15 @@ from latte.layers.checks import check_positive
 from latte.layers.latent_fields import KEPT_BLOCK, check_kept
 from latte.layers.latents import LatentLogits
 from latte.layers.mixer import Context, Mixer, MixerState, Projected
-from latte.layers.native import BEGUN
 from latte.layers.parts import Rotary, sink_edge
 from latte.layers.step import StepState
-from latte.layers.weights import MacchiatoWeights
 from latte.ops import Partition, Sinks, macchiato_attention
 from latte.ops.kept import Kept
 from latte.ops.state import first_tokens
+from latte.ops.step import in_dtype
 
 
-class LatteMacchiato(MacchiatoWeights, Mixer):
+class LatteMacchiato(Mixer):
     """``y_t = p(0|t) SWA_t + sum_{l>=1} p(l|t) mu_t[l]``: one distribution over the past.
 
     The window's q and k have their own projections, from x. They are rotated, and their logits are
@@ -54,6 +53,8 @@ class LatteMacchiato(MacchiatoWeights, Mixer):
     """
 
     window: int
+    reads_latents: Any = True  # whether the mixture has latents, or exact keys alone
+    begins = True  # one kernel may project a step's token; a class says so itself
     carries: ClassVar[tuple[str, ...]] = ("latent", "window")
     stepped: ClassVar[tuple[str, ...]] = ("latents",)
     uses: ClassVar[tuple[str, ...]] = (
@@ -115,7 +116,7 @@ class LatteMacchiato(MacchiatoWeights, Mixer):
     @property
     def splits(self) -> bool:
         """Whether a sequence can be divided among processes, which pass no sinks on."""
-        return not (self.num_sinks or self.delay_latents)
+        return not (self.grows or self.num_sinks or self.delay_latents)
 
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
@@ -126,7 +127,10 @@ class LatteMacchiato(MacchiatoWeights, Mixer):
         return super().options(config) | LatentLogits.options(config) | own | local
 
     def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
-        return self.with_logits(x_BTE, self.near(x_BTE, state, context), context)
+        near = self.near(x_BTE, state, context)
+        if not self.reads_latents:
+            return near._replace(scores=self.scores(x_BTE))
+        return self.with_logits(x_BTE, near, context)
 
     def with_logits(self, x_BTE: Tensor, near: Projected, context: Context) -> Projected:
         """The same with the latents' logits and log-decay."""
@@ -142,6 +146,8 @@ class LatteMacchiato(MacchiatoWeights, Mixer):
         self, x_BTE: Tensor, projected: Projected, context: Context
     ) -> tuple[Tensor, MixerState | None]:
         """The mixture of both branches, (B, T, H, D), and the state after the tokens."""
+        if projected.latent_q is None:
+            return self.window_branch(projected, context)
         partition, state = self.divide(projected, context)
         return context.across(macchiato_attention)(
             projected.latent_q,
@@ -188,24 +194,28 @@ class LatteMacchiato(MacchiatoWeights, Mixer):
         return Partition(sinks, delay, joint, kept), state
 
     def _step(self, x_BE: Tensor, state: StepState, rotary: Rotary | None) -> Tensor:
+        latents: Any = self._modules.get("latents")  # ten times as fast as a module's attribute
         local, rotary = self._local_step(x_BE, state, rotary)
-        parts: Any = self._modules
-        latents, scale = parts["latents"].step(x_BE, state), self.head_dim**-0.5
-        score = parts["latents"].kept_scores.step(x_BE) if self.kept_tokens else None
-        joint = self.joint_softmax
-        mixture = state.attend(local, scale, self.softcap, rotary, latents, joint, score)
-        return self._output(mixture, local[2], x_BE)
+        local = self._normed(local, state)
+        logits = None
+        if self.reads_latents:
+            logits = latents.step(in_dtype(x_BE, latents.dtype), state)
+        score = None if state.kept is None else latents.kept_scores.step(x_BE)
+        options = self.scale, self.softcap, rotary, logits, self.joint_softmax, score
+        return self._output(state.attend(local, *options), local[2], x_BE)
 
-    def _begun_step(
-        self, begun: tuple[Tensor, ...], state: StepState, rotary: Rotary | None
-    ) -> Tensor:
+    def _begun_step(self, begun: Any, state: StepState, rotary: Rotary | None) -> Tensor:
         """As :meth:`_step`, after :func:`latte.ops.decoding.layer_begin`."""
-        q, k, v, latent_q, latent_k, score = begun
+        *local, latent_q, latent_k, score = begun
         latents: Any = self._modules["latents"]
-        logits, scale = (latent_q, latent_k, latents.log_decay(len(q))), self.head_dim**-0.5
-        rotary, own = self._table(q, state, rotary), score if self.kept_tokens else None
-        given = scale, self.softcap, rotary, logits, self.joint_softmax, own
-        return state.attend((q, k, v), *given)
+        logits = latent_q, latent_k, latents.log_decay(len(latent_q))
+        options = logits, self.joint_softmax, None if state.kept is None else score
+        table = self._table(local[0], state, rotary)
+        return state.attend(self._normed(local, state), self.scale, self.softcap, table, *options)
 
-
-BEGUN[LatteMacchiato] = lambda mixer: mixer._modules["latents"]
+    def _normed(self, local: Any, state: StepState) -> tuple[Tensor, Tensor, Tensor]:
+        """A step's q, k and v. A base may norm q and k."""
+        (q, k, v), parts, plan = local, self._modules, state.step_context.plan
+        if "q_norm" in parts:
+            q, k = plan.norm(parts["q_norm"], q), plan.norm(parts["k_norm"], k)
+        return q, k, v

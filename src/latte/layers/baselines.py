@@ -20,9 +20,7 @@ from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.step import StepState
 from latte.ops import linear_attention
 from latte.ops.api import FEATURE_MAPS
-from latte.ops.reference import visible_sources
 from latte.ops.step import in_dtype, linear_step
-from latte.ops.tensors import Sequences
 
 
 class SlidingWindowAttention(Mixer):
@@ -192,13 +190,3 @@ class LinearAttention(Mixer):
         v = v.view(len(x_BE), self.num_key_value_heads, -1)
         wide_v = in_dtype(v, wide).repeat_interleave(self.num_heads // v.shape[1], 1)
         return in_dtype(linear_step(q, k, wide_v, *state.linear, state.step_context.real), v.dtype)
-
-    def _weights(self, projected: Projected, context: Context) -> Tensor:
-        """The weights from the positive features; there is no softmax."""
-        assert projected.features is not None
-        q, k = projected.features
-        sequences = Sequences(context.key_mask, context.cu_seqlens, self.causal)
-        visible = visible_sources(q.shape[1], sequences, q.device)
-        scores = torch.einsum("bthf,bshf->bhts", q, k).masked_fill(~visible[:, None], 0.0)
-        total = scores.sum(-1, keepdim=True)
-        return scores / torch.where(total == 0, 1.0, total)

@@ -103,10 +103,6 @@ class GatedMacchiato(LatteMacchiato):
         gate = self._heads(linear_maps(x, self.gate_proj)[0], self.num_heads)
         return self.output_norm(mixture + self.skip * v) * F.silu(gate)
 
-    def _weights(self, projected: Projected, context: Context) -> Tensor:
-        """p(s|t), without gradients: the output is more than the weighted sum."""
-        return super()._weights(projected, context).detach()
-
     def _local_step(
         self, x_BE: Tensor, state: StepState, rotary: Rotary | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Rotary | None]:

@@ -6,6 +6,7 @@ heads, K key width, L latents per head, F feature width, D value width, W window
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -14,20 +15,14 @@ from torch import Tensor, nn
 
 from latte.layers.checks import check_input, check_multiple, check_positive, check_state
 from latte.layers.context_parallel import ShardedOps, across
-from latte.layers.parts import (
-    InitializedModule,
-    Rotary,
-    RotaryEmbedding,
-    of_single_tokens,
-    token_positions,
-)
+from latte.layers.parts import InitializedModule, Rotary, RotaryEmbedding, of_single_tokens
 from latte.layers.rollback import PastKeys, Recorded, advance_position, rollback
-from latte.layers.weights import DenseWeights
+from latte.layers.weights import attention_weights, dense_weights, mixing_logits, with_weights
 from latte.ops import LatteState, Partition, sliding_window_attention
 from latte.ops.kept import KeptState
 from latte.ops.pointwise import rotate, rotate_both
 from latte.ops.state import LinearState, WindowState
-from latte.ops.tensors import real_tokens
+from latte.ops.tensors import real_tokens, token_positions
 
 
 class MixerState(NamedTuple):
@@ -157,7 +152,7 @@ class Projected(NamedTuple):
     extra: Any = None
 
 
-class Mixer(DenseWeights, InitializedModule):
+class Mixer(InitializedModule):
     """Base of the layers that mix tokens: ``forward(x, ...) -> (out, state)``.
 
     A mixer defines :meth:`_project` and :meth:`_attend`, and sets the class attributes below. It
@@ -179,7 +174,7 @@ class Mixer(DenseWeights, InitializedModule):
             :meth:`Context.across`, so that a sequence can be divided among processes. A subclass
             that changes the computation does not inherit it.
         window: Number of keys that a local query sees, its own included; None is all of the past.
-        scale: Factor of the local logits; 1 / sqrt(K) if None.
+        scale: Factor of the local logits, 1 / sqrt(K).
         softcap: Cap of the local logits, which become ``softcap * tanh(logit / softcap)``.
         sink_edge: Position from which later queries look at sinks; None without sinks.
     """
@@ -223,7 +218,7 @@ class Mixer(DenseWeights, InitializedModule):
         self.hidden_size, self.num_heads, self.num_key_value_heads = hidden_size, num_heads, groups
         self.head_dim, self.causal = head_dim, causal
         self.window: int | None = None
-        self.scale: float | None = None
+        self.scale = 1.0 / math.sqrt(head_dim)
         self.softcap: float | None = None
         self.sink_edge: int | None = None
         self.rotary: RotaryEmbedding | None = None
@@ -262,7 +257,6 @@ class Mixer(DenseWeights, InitializedModule):
         state: MixerState | None = None,
         output_final_state: bool = False,
         *,
-        rotary: Rotary | None = None,
         context: Context | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """Mix the tokens of ``x``.
@@ -273,8 +267,8 @@ class Mixer(DenseWeights, InitializedModule):
             cu_seqlens: Bounds of N sequences packed into one row (B = 1), (N+1,) int32.
             state: State that the call before returned.
             output_final_state: Whether to return the state after these tokens.
-            rotary: Rotary table of these tokens; computed if None.
-            context: What a model's layers share, in the place of mask, bounds and table.
+            context: What a model's layers share, in the place of mask, bounds and
+                ``output_final_state``.
 
         Returns:
             Output (B, T, E) and the state after these tokens (None unless
@@ -283,14 +277,13 @@ class Mixer(DenseWeights, InitializedModule):
         Raises:
             ValueError: Shapes, dtypes or devices do not fit.
         """
-        projected, context = self._begin(
-            x_BTE, key_mask, cu_seqlens, state, output_final_state, rotary=rotary, context=context
-        )
+        given = key_mask, cu_seqlens, state, output_final_state
+        projected, context = self._begin(x_BTE, *given, context=context)
         out_BTHD, after = self._attend(x_BTE, projected, context)
         out_BTHD = self._output(out_BTHD, projected.v, x_BTE)
         return self.o_proj(out_BTHD.flatten(-2)), self._end(x_BTE, projected, after, context)
 
-    def step(self, x_BE: Tensor, state: Any, *, rotary: Rotary | None = None) -> Tensor:
+    def step(self, x_BE: Tensor, state: Any) -> Tensor:
         """Mix the next token of each row: :meth:`forward` in fewer operations, if :attr:`steps`.
 
         Hooks of this module are not called, nor those of the modules in :attr:`stepped`.
@@ -299,8 +292,6 @@ class Mixer(DenseWeights, InitializedModule):
             x_BE: Input, (B, E), contiguous.
             state: :class:`latte.layers.StepState`, the buffers of the state, which are overwritten.
                 When all layers have read the token, the caller advances their step context.
-            rotary: Rotary table, as :func:`latte.layers.parts.of_single_tokens` gives it;
-                computed if None.
 
         Returns:
             Output, (B, E).
@@ -315,38 +306,13 @@ class Mixer(DenseWeights, InitializedModule):
                 f"(torch.no_grad), got x {tuple(x_BE.shape)} and {type(state).__name__}, "
                 f"{'with' if torch.is_grad_enabled() else 'without'} gradients"
             )
-        out_BHD = self._step(x_BE, state, rotary)
+        out_BHD = self._step(x_BE, state, None)
         return state.step_context.plan.linear_maps(out_BHD.view(len(x_BE), -1), self.o_proj)[0]
 
-    def rollback(self, state: MixerState, tokens: int) -> MixerState:
-        """The state ``tokens`` tokens earlier, which goes on recording.
-
-        Args:
-            state: State after tokens that were read from a state with :meth:`MixerState.record`.
-
-        Raises:
-            ValueError: Fewer tokens have been recorded than are to be taken back.
-        """
-
-        def read(x: Tensor, mask: Tensor, before: MixerState, rotary: Any) -> MixerState | None:
-            context = Context.of(x, mask, None, True, before.position, rotary)
-            projected = self._project(x, before, context)
-            after = self._attend(x, projected, context)[1]
-            return self._end(x, projected, after, context)
-
-        return rollback(state, tokens, read)
-
-    def mixing_flops(self, length: int) -> float:
-        """Forward FLOPs per token of mixing at a length, without projections; 0 if unknown.
-
-        They are 2 * (K + D) per head and visible key, and 2 * 2 * D per latent.
-        """
-        latents, D = getattr(self, "latents", None), self.o_proj.in_features // self.num_heads
-        seen = 0.0
-        if self.window is not None or self.grows:
-            seen = min(self.window or length, (length + 1) / 2)
-        keys = 2.0 * self.num_heads * (self.head_dim + D) * seen
-        return keys + (0.0 if latents is None else 4.0 * latents.k_proj.out_features * D)
+    # Functions of a mixer, in files of their own: tokens taken back, and weights for inspection.
+    rollback = rollback
+    with_weights, attention_weights = with_weights, attention_weights
+    mixing_logits, _weights = mixing_logits, dense_weights
 
     # --- what a mixer defines -------------------------------------------------------------------
 
@@ -410,9 +376,7 @@ class Mixer(DenseWeights, InitializedModule):
             # A layer never merges states, so it needs no total log-decay.
             latent = LatteState(latent.log_mass, latent.mean)
         if sources is not None:
-            k = projected.latent_k if projected.features is None else projected.features[1]
-            late = projected.log_decay, projected.scores
-            sources = sources.and_then(PastKeys(context.real(x_BTE), k, projected.k, *late))
+            sources = sources.and_then(projected, context.real(x_BTE))
         if recorded is not None:
             recorded = recorded.and_then(x_BTE, context.real(x_BTE), context.rotary)
         return after._replace(
@@ -499,7 +463,7 @@ class Mixer(DenseWeights, InitializedModule):
     def _table(self, q: Tensor, state: Any, rotary: Rotary | None) -> Rotary | None:
         """The table by which a step rotates: that of the model, or this mixer's own."""
         if self.rotary is None or rotary is not None:
-            return None if self.rotary is None else rotary
+            return rotary
         place = state.step_context.position[:, None]
         return of_single_tokens(self.rotary(place, q.dtype, self.sink_edge))
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from latte.ops import decoding
 
-# The parameters that kernels read, by the class of module that they replace.
+# The parameters that kernels read, of each class in whose place they stand.
 READ: dict[type[nn.Module], tuple[str, ...]] = {nn.Linear: ("weight",)}
 
 
@@ -30,21 +30,10 @@ NORMS: dict[type[nn.Module], NormKind] = {}
 # The kernels that replace gated networks, by class; None: the class of ``act_fn`` says which.
 GATED: dict[type[nn.Module], Callable[..., Tensor] | None] = {}
 ACTIVATIONS: dict[type[nn.Module], Callable[..., Tensor]] = {}
-# Maps whose weights the kernels cannot read, by class: a function of the module that returns a
-# callable for few rows (B, E), which is cheaper than calling the module.
-MAPS: dict[type[nn.Module], Callable[[Any], Callable[[Tensor], Tensor]]] = {}
-# Maps with weights in 4 and 8 bits, by class: a function of the module that returns its integers
-# and scales, or None if the kernels of quantised maps cannot read them.
-INTEGERS: dict[type[nn.Module], Callable[[Any], tuple[Tensor, Tensor] | None]] = {}
-
-
-# Mixers whose projections one kernel computes, by class: a function of the mixer that returns its
-# latents, or None if the kernel does not compute its projections.
-BEGUN: dict[type[nn.Module], Callable[[Any], Any]] = {}
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of the module runs more than the ``forward`` of its class."""
+    """Whether a call of the module does not only run the ``forward`` of its class."""
     own = module.__dict__
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
         return True
@@ -90,8 +79,9 @@ def native_integers(x: Tensor, maps: Iterable[Any]) -> list[Tensor]:
     if x.dtype == torch.float64 or not decoding.serves(x, x.numel()):
         return found
     for module in maps:
-        read = INTEGERS.get(type(module))
-        integers = None if read is None or is_hooked(module) else read(module)
+        # The class itself has the method: a subclass may compute something else.
+        reads = "native_integers" in vars(type(module)) and not is_hooked(module)
+        integers = module.native_integers() if reads else None
         if integers is None:
             return []
         found += integers
@@ -110,11 +100,10 @@ def native_maps(x: Tensor, *maps: Any) -> list[Any]:
 
 
 def direct(x: Tensor, module: Any) -> Callable[[Tensor], Tensor]:
-    """The module, or what may be called in its place for x (B, E) (:data:`MAPS`)."""
-    made = MAPS.get(type(module))
-    if made is None or is_hooked(module) or not decoding.serves(x, x.numel()):
+    """The module, or what may be called in its place for x (B, E): its class's ``direct``."""
+    if "direct" not in vars(type(module)) or is_hooked(module):
         return module  # type: ignore[no-any-return]
-    return made(module)
+    return module.direct() if decoding.serves(x, x.numel()) else module
 
 
 def linear_maps(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:

@@ -28,7 +28,6 @@ from latte.layers.native import (
 from latte.layers.recomputation import recomputed
 from latte.ops import causal_conv1d, decoding, pointwise
 from latte.ops.step import conv_step
-from latte.ops.tensors import token_positions as token_positions
 
 LayerNorm = nn.LayerNorm
 

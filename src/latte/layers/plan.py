@@ -25,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 from latte.layers.kept_scores import EPS
 from latte.layers.native import (
     ACTIVATIONS,
-    BEGUN,
     GATED,
     NORMS,
     direct,
@@ -314,12 +313,13 @@ def _norm_arguments(module: Any, x: Tensor) -> tuple[Any, ...]:
 
 def _begin_arguments(parts: LayerParts, x: Tensor) -> tuple[Any, ...]:
     """The arguments of the kernel that begins a layer; empty if its modules are called."""
-    mixer, latents_of = parts.mixer, BEGUN.get(type(parts.mixer))
-    latents = None if latents_of is None else latents_of(mixer)
-    norm = _norm_arguments(parts.mixer_norm, x)
-    if latents is None or not norm or latents._modules["input"].kind != "none":
+    mixer, norm = parts.mixer, _norm_arguments(parts.mixer_norm, x)
+    if not norm or "begins" not in vars(type(mixer)) or not mixer.reads_latents:
         return ()
     own = mixer._modules
+    latents = own["latents"]
+    if latents._modules["input"].kind != "none":
+        return ()
     maps = native_maps(x, own["q_proj"], own["k_proj"], own["v_proj"])
     weights, scores, scored = latents.native(x), latents._modules.get("kept_scores"), (None,) * 4
     if scores is not None and weights:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from latte.layers.latents import LatentLogits
-from latte.layers.native import INTEGERS, MAPS
 from latte.ops.quantised import (
     GROUP,
     MOST_ROWS,
@@ -147,26 +146,20 @@ class QuantisedLinear(Quantised, nn.Linear):  # type: ignore[misc]
             made.bias = nn.Parameter(self.bias.detach().to(dtype))
         return made
 
+    def direct(self) -> Callable[[Tensor], Tensor]:
+        """The output for few rows (M, K), in one call of PyTorch's kernel if that serves."""
+        weight, scales, most = self.weight, self.scales, MOST_ROWS
+        if scales.dtype != torch.bfloat16 or self.bias is not None:
+            return self
+        if not self.matrix.has_kernel(scales):
+            return self
+        few: Any = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+        return lambda x: few(x.contiguous(), weight, GROUP, scales) if len(x) <= most else self(x)
 
-def _direct(module: QuantisedLinear) -> Callable[[Tensor], Tensor]:
-    """The output of a map for few rows (M, K), in one call of PyTorch's kernel if that serves."""
-    weight, scales, most = module.weight, module.scales, MOST_ROWS
-    if scales.dtype != torch.bfloat16 or module.bias is not None:
-        return module
-    if not module.matrix.has_kernel(scales):
-        return module
-    few: Any = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-    return lambda x: few(x.contiguous(), weight, GROUP, scales) if len(x) <= most else module(x)
-
-
-def _integers(module: QuantisedLinear) -> tuple[Tensor, Tensor] | None:
-    """What the native kernels read of a map."""
-    native = module.block == PANEL and module.bias is None and module.weight.is_cpu
-    return (module.weight, module.scales) if native else None
-
-
-MAPS[QuantisedLinear] = _direct
-INTEGERS[QuantisedLinear] = _integers
+    def native_integers(self) -> tuple[Tensor, Tensor] | None:
+        """What the native kernels read of the map, if they can."""
+        native = self.block == PANEL and self.bias is None and self.weight.is_cpu
+        return (self.weight, self.scales) if native else None
 
 
 class QuantisedEmbedding(Quantised, nn.Embedding):  # type: ignore[misc]

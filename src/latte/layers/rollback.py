@@ -1,4 +1,4 @@
-"""Records of single tokens in a state: for a rollback, and for weights over the past.
+"""What a state keeps of single tokens: to take them back, and for weights over the past.
 
 Shape suffixes: B batch, S tokens, T new tokens, H query heads, G key/value heads, L latents per
 head, K key width, F feature width, E hidden size.
@@ -61,7 +61,7 @@ class PastKeys(NamedTuple):
     A field is None if the mixer has no such keys.
 
     Attributes:
-        mask: Mask, (B, S) bool, True = a valid token; None before the first token.
+        mask: Mask, (B, S) bool, True = a real token; None before the first token.
         k: Latent key logits (B, S, H, L), or features phi(k) (B, S, H, F) for linear attention.
         local_k: Keys of the window, after the position encoding, (B, S, G, K).
         log_decay: Log-decay of the latents, (B, S, H, L).
@@ -79,21 +79,23 @@ class PastKeys(NamedTuple):
         """S, the number of tokens."""
         return 0 if self.mask is None else self.mask.shape[1]
 
-    def and_then(self, keys: PastKeys) -> PastKeys:
-        """These keys, followed by the keys of later tokens."""
-        return joined(self, keys)
+    def and_then(self, projected: Any, mask: Tensor) -> PastKeys:
+        """These keys, followed by those of later tokens."""
+        k = projected.latent_k if projected.features is None else projected.features[1]
+        late = projected.log_decay, projected.scores
+        return joined(self, PastKeys(mask, k, projected.k, *late))
 
 
 class Recorded(NamedTuple):
     """The state before the first recorded token, and what the layer was given for each token.
 
-    A token cannot be subtracted from a state. In a rollback the layer reads the other tokens
+    A token cannot be subtracted from a state. To take tokens back, the layer reads the others
     again from the earlier state (:func:`rollback`).
 
     Attributes:
         before: State before the first recorded token, a :class:`latte.layers.MixerState`.
         x: Inputs of the layer, (B, S, E); None before the first token.
-        mask: Mask, (B, S) bool, True = a valid token.
+        mask: Mask, (B, S) bool, True = a real token.
         rotary: Rotary tables, (B, S, ...) each; None if the layer computes its own or has none.
     """
 
@@ -114,13 +116,12 @@ class Recorded(NamedTuple):
         return Recorded(self.before, *tokens)
 
 
-def rollback(state: Any, tokens: int, read: Callable[..., Any]) -> Any:
-    """Remove the last ``tokens`` tokens. The result goes on recording from there.
+def rollback(mixer: Any, state: Any, tokens: int) -> Any:
+    """The state without the last ``tokens`` tokens. It goes on recording from there.
 
     Args:
-        state: :class:`latte.layers.MixerState` that has recorded these tokens.
-        read: The layer's function from inputs, mask, state and rotary tables to the state after
-            them.
+        mixer: :class:`latte.layers.Mixer` that has read these tokens.
+        state: State after tokens that were read from a state with :meth:`MixerState.record`.
 
     Raises:
         ValueError: Fewer tokens have been recorded than are to be taken back.
@@ -138,7 +139,9 @@ def rollback(state: Any, tokens: int, read: Callable[..., Any]) -> Any:
         return recorded.before.record()
     before, *given = recorded
     x, mask, rotary = map_tensors(lambda table: table[:, : length - tokens], tuple(given))
-    return read(x, mask, before, rotary).record()
+    projected, context = mixer._begin(x, mask, None, before, True, rotary=rotary)
+    after = mixer._attend(x, projected, context)[1]
+    return mixer._end(x, projected, after, context).record()
 
 
 def drop_newest(state: Any, tokens: int) -> Any:

@@ -13,9 +13,9 @@ from transformers.utils import logging
 
 from latte.errors import LatteError
 from latte.layers import Context
-from latte.layers.parts import token_positions
 from latte.layers.step import StepState
 from latte.models.cache import LatteCache
+from latte.ops.tensors import token_positions
 
 logger = logging.get_logger(__name__)
 

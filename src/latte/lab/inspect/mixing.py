@@ -28,7 +28,7 @@ from latte.errors import LatteError, one_line
 from latte.lab.inspect.kept import KeptTokens
 from latte.layers import Context, LatteMacchiato, Mixer
 from latte.layers.mixer import EMPTY
-from latte.layers.weights import softmax_weights, state_probabilities
+from latte.layers.weights import state_probabilities, window_weights
 
 
 @dataclass(frozen=True)
@@ -189,17 +189,14 @@ def _mixing_of(layer: nn.Module, arguments: Mapping[str, Any], shown: int) -> La
     latent_q, latent_k, q, k = layer.mixing_logits(x_BTE, context=context)
     if isinstance(layer, LatteMacchiato) and q is not None:
         near = layer.near(x_BTE, EMPTY, context)
-        window, width = layer.window_weights(near, shown, context), layer.window
+        window, width = window_weights(layer, near, shown, context), layer.window
         if isinstance(layer, MacchiatoAttention) and layer.mixing == "base":
             width = layer.base_window
         if latent_k is not None and layer.delay_latents:
             delay = layer.window
-    elif q is not None and k is not None:
-        width = layer.window
-        local = (q[:, :shown].float(), k[:, :shown].float())
-        window = softmax_weights(*local, window=width, softcap=layer.softcap)
     elif latent_q is None:
-        # Undirected linear attention has weights, but neither latents nor a softmax.
+        # Softmax attention, or linear attention, which has weights but no softmax.
+        width = layer.window
         window = layer.attention_weights(x_BTE[:, :shown])
     states = None
     if latent_q is not None:
