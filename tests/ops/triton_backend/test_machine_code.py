@@ -108,7 +108,7 @@ def test_latents_that_forget_on_an_h100():
         assert row.takes.stack <= 224 and row.work.copies > 0 and row.work.carried == 0
         assert row.issue_floor < row.bytes_floor
     issued = [sum(row.work.instructions for row in rows) for rows in (plain, forgetting)]
-    assert issued[1] <= 1.2 * issued[0]
+    assert issued[1] <= 1.22 * issued[0]
 
 
 @pytest.mark.slow
