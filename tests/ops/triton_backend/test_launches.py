@@ -72,9 +72,9 @@ LRU_WALKS = ("lru_walk", "lru_walk_back")
 CONVOLUTION = ("convolve", "final_tail", "convolve_back", "tail_gradients")
 ROWWISE = ("rotate_heads", "gated_product", "gated_product_back", "add_norm", "add_norm_back")
 # Bytes of stack per thread that are let pass in the walks, most of them for tokens beyond reach, by
-# dtype and latents up to, for Triton 3.7.1 and 3.8. The most that bf16 takes over few latents is 768
-# bytes with 3.7.1, and 704 with 3.8, in `query_walk` of latents that forget beside a wide window: an
-# eighth of its instructions. Eight warps would take 512, and issue 1.8 times as many instructions.
+# dtype and latents up to, for Triton 3.7.1 and 3.8. `query_walk` takes the most in bf16 over few
+# latents, 768 and 704 bytes, for latents that forget beside a window of wide heads: 13 to 15% of
+# its instructions. With eight warps it would take 512, and all warps issue 1.8 times as many.
 MOST = {
     BF16: {32: 336, 128: 416, 256: 832},
     FP16: {64: 128, 128: 704, 256: 1408},

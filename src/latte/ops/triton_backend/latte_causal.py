@@ -52,7 +52,8 @@ from latte.ops.triton_backend.tiles import (
     first_reference, inverse, larger, largest, load_across, load_inputs, load_key, load_keys,
     load_latents, load_one_share, load_queries, load_query, load_shares, load_tile, load_value,
     log_mass_of, mass_up_to, mm, moved, place, power, reciprocal, slot_of, store_across,
-    store_chosen, store_latents, store_row, store_tile, store_value, summed, uniform, walk_place, worn,
+    store_chosen, store_latents, store_row, store_tile, store_value, summed, uniform, walk_place,
+    worn,
 )  # fmt: skip
 
 
