@@ -72,9 +72,9 @@ LRU_WALKS = ("lru_walk", "lru_walk_back")
 CONVOLUTION = ("convolve", "final_tail", "convolve_back", "tail_gradients")
 ROWWISE = ("rotate_heads", "gated_product", "gated_product_back", "add_norm", "add_norm_back")
 # Bytes of stack per thread that are let pass in the walks, most of them for tokens beyond reach, by
-# dtype and latents up to. Triton 3.6 to 3.8 stay below. 3.8 takes the most: its compiler keeps more
-# values at a time, with any ptxas. Where it takes 744 bytes, `query_walk` has fewer instructions
-# than with 3.7.1 all the same (1,890, not 1,957), and as many blocks at a time.
+# dtype and latents up to, for Triton 3.7.1 and 3.8. `query_walk` takes the most in bf16 over few
+# latents, 768 and 704 bytes, for latents that forget beside a window of wide heads: 13 to 15% of
+# its instructions. With eight warps it would take 512, and all warps issue 1.8 times as many.
 MOST = {
     BF16: {32: 336, 128: 416, 256: 832},
     FP16: {64: 128, 128: 704, 256: 1408},
@@ -82,7 +82,7 @@ MOST = {
 }
 MOST_UNEVEN = 1408
 FORGETTING = 304  # more in each kernel, for latents that forget
-FORGETTING_WIDE = 416  # the same for heads wider than 64
+FORGETTING_WIDE = 432  # the same for heads wider than 64
 FAR = 128  # more in each kernel, for sinks, late latents and the joint softmax together
 
 
@@ -115,7 +115,7 @@ def most_stack(
         most = next(most for latents, most in MOST[dtype].items() if L <= latents)
         return 128 if beside and common and not cut else most
     if kernel == "macchiato_walk":
-        return 160 if common and not uneven else 1024 if dtype == BF16 else 4096
+        return 128 if common and not uneven else 1024 if dtype == BF16 else 4096
     if kernel in ("add_sinks", "add_kept", *CHOICE, *LATE):
         return 0
     if kernel in KEPT:

@@ -108,18 +108,15 @@ def test_latents_that_forget_on_an_h100():
         assert row.takes.stack <= 224 and row.work.copies > 0 and row.work.carried == 0
         assert row.issue_floor < row.bytes_floor
     issued = [sum(row.work.instructions for row in rows) for rows in (plain, forgetting)]
-    assert issued[1] <= 1.2 * issued[0]
+    assert issued[1] <= 1.22 * issued[0]
 
 
 @pytest.mark.slow
 def test_macchiato_on_an_h100():
-    """The forward walk at two blocks, its loads under way; it issues about as long as it reads.
-
-    Triton 3.8's code has 9% more instructions than 3.7.1's.
-    """
+    """The forward walk at two blocks, its loads under way; it issues about as long as it reads."""
     case = Case("macchiato", BF16, "plain", window=128, **HEADS)
     rows = {row.takes.kernel: row for row in analyse(case, H100)}
     walk = rows["macchiato_walk"]
-    assert walk.takes.blocks(CARDS[H100]) == 2 and walk.takes.stack <= 160
+    assert walk.takes.blocks(CARDS[H100]) == 2 and walk.takes.stack <= 128
     assert walk.work.copies > 0 and walk.work.carried == 0
-    assert walk.issue_floor < 1.12 * walk.bytes_floor
+    assert walk.issue_floor < 1.02 * walk.bytes_floor

@@ -52,7 +52,8 @@ from latte.ops.triton_backend.tiles import (
     first_reference, inverse, larger, largest, load_across, load_inputs, load_key, load_keys,
     load_latents, load_one_share, load_queries, load_query, load_shares, load_tile, load_value,
     log_mass_of, mass_up_to, mm, moved, place, power, reciprocal, slot_of, store_across,
-    store_chosen, store_latents, store_row, store_tile, store_value, summed, walk_place, worn,
+    store_chosen, store_latents, store_row, store_tile, store_value, summed, uniform, walk_place,
+    worn,
 )  # fmt: skip
 
 
@@ -354,7 +355,7 @@ def walk(
         top_ptr, mass_ptr, mean_ptr, log_mass0_ptr, mean0_ptr, i, n * H + h, L, D, d0, BL, BD
     )
     fresh = (mass == 0.0).to(tl.int32)
-    unseen = tl.max(fresh, 0)
+    unseen = uniform(tl.max(fresh, 0))
     # Every token's the same: as products add to it.
     mass = mass[None, :] + tl.zeros((C, BL), tl.float32)
     # What was forgotten since the reference was chosen.
@@ -371,7 +372,7 @@ def walk(
             fall_after = added(fall, summed(ones, g, PRODUCT))
         if unseen == 1:
             ref, fresh = first_reference(k - fall_t if FORGETS else k, token, ref, fresh, C)
-            unseen = tl.max(fresh, 0)
+            unseen = uniform(tl.max(fresh, 0))
         above = k - ref[None, :]
         if FORGETS:
             above -= fall_t
@@ -486,7 +487,7 @@ def query_walk(
     )
     first_ref = ref
     fresh = (first_mass == 0.0).to(tl.int32)
-    unseen = tl.max(fresh, 0)
+    unseen = uniform(tl.max(fresh, 0))
     mass = first_mass[None, :] + tl.zeros((C, BL), tl.float32)
     asked = tl.zeros((BD, BL), tl.float32)
     lost = tl.zeros((C, BL), tl.float32)
@@ -504,7 +505,7 @@ def query_walk(
             fall_after = added(fall, summed(ones, g, PRODUCT))
         if unseen == 1:
             ref, fresh = first_reference(k - fall_t if FORGETS else k, token, ref, fresh, C)
-            unseen = tl.max(fresh, 0)
+            unseen = uniform(tl.max(fresh, 0))
         slot = slot_of(batch, at, T, n, C) * H + h
         store_latents(slot_ref_ptr, slot, L, ref, BL)
         if FORGETS:

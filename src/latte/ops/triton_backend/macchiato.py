@@ -49,7 +49,7 @@ from latte.ops.triton_backend.tiles import (
     FORGETTING_REACH, REACH, SIZES, TINY, add_source, added, at_most, counted, factor,
     first_reference, first_token, inverse, larger, largest, load_inputs, load_key, load_keys,
     load_mixture, load_share, load_tile, load_value, load_window_logits, mm, moved, place, power,
-    reciprocal, store_numbers, store_tile, store_value, summed, walk_place, worn,
+    reciprocal, store_numbers, store_tile, store_value, summed, uniform, walk_place, worn,
 )  # fmt: skip
 from latte.ops.triton_backend.window import (
     Window,
@@ -311,7 +311,7 @@ def macchiato_walk(
         top_ptr, mass_ptr, mean_ptr, log_mass0_ptr, mean0_ptr, i, n * H + h, L, D, d0, BL, BX
     )
     fresh = (mass == 0.0).to(tl.int32)
-    unseen = tl.max(fresh, 0)
+    unseen = uniform(tl.max(fresh, 0))
     # Every token's the same: as products add to it.
     mass = mass[None, :] + tl.zeros((C, BL), tl.float32)
     # What was forgotten since the reference was chosen.
@@ -325,7 +325,7 @@ def macchiato_walk(
                 g = load_tile(g_ptr, g_t, g_l, at, stop, 0, L, C, BL)
                 k -= added(fall, summed(past.to(tl.float32), g, PRODUCT))
             ref, fresh = first_reference(k, token, ref, fresh, C)
-            unseen = tl.max(fresh, 0)
+            unseen = uniform(tl.max(fresh, 0))
         top_w, mass_w, w, kept_w, y = attend(
             q_ptr + at * q_t, q_t, tl.minimum(stop - at, C).to(tl.int32),
             k_ptr, k_t, v_ptr, v_t, mask_ptr, tail_k_ptr, tail_v_ptr, tail_mask_ptr, P, H // R,

@@ -28,7 +28,7 @@ from latte.ops.triton_backend.launch import (
 from latte.ops.triton_backend.tiles import (
     REACH, SIZES, added, compose, counted, factor, finite, first_reference, inverse, kept_share,
     largest, load_inputs, load_keys, load_tile, log_mass_of, merge_forgetting, merge_masses, mm,
-    parts_of, place, power, state_tile, store_across, store_latents, summed, walk_place,
+    parts_of, place, power, state_tile, store_across, store_latents, summed, uniform, walk_place,
 )  # fmt: skip
 
 # For each ``cu_seqlens``: its version, and the tables of its parts.
@@ -393,7 +393,7 @@ def segment_sums(
             fall = added(fall, summed(ones, g, PRODUCT))
         if unseen == 1:
             ref, fresh = first_reference(k + fall_t if FORGETS else k, token, ref, fresh, C)
-            unseen = tl.max(fresh, 0)
+            unseen = uniform(tl.max(fresh, 0))
         above = k - ref[None, :]
         if FORGETS:
             above += fall_t
