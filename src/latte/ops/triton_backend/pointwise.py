@@ -78,7 +78,10 @@ silu_product = functools.partial(SiluProduct.apply, _products, _product_gradient
 
 
 class _AddNorm(torch.autograd.Function):
-    """The sum, or x itself, and its norm. The sum and one number for each row are saved."""
+    """The sum, or x itself, and its norm, of dtype ``kind`` if given.
+
+    The sum and one number for each row are saved.
+    """
 
     @staticmethod
     def forward(
@@ -87,7 +90,7 @@ class _AddNorm(torch.autograd.Function):
         added: Tensor | None,
         weight: Tensor,
         eps: float,
-        dtype: torch.dtype | None = None,
+        kind: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.is_autocast_enabled(x.device.type)
         total, rows, E = x, x.contiguous(), x.shape[-1]
@@ -95,8 +98,8 @@ class _AddNorm(torch.autograd.Function):
             dtype = torch.promote_types(x.dtype, added.dtype)
             rows = total = torch.empty(x.shape, dtype=dtype, device=x.device)
         # As PyTorch's norm, which autocast does not lower.
-        dtype = dtype or (torch.float32 if wide else rows.dtype)
-        out = torch.empty(rows.shape, dtype=dtype, device=x.device)
+        kind = kind or (torch.float32 if wide else rows.dtype)
+        out = torch.empty(rows.shape, dtype=kind, device=x.device)
         scale = torch.empty(rows.shape[:-1], dtype=torch.float32, device=x.device)
         if rows.numel():
             given = (*contiguous(x, added, weight), None if added is None else total, out, scale)
