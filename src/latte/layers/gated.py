@@ -8,7 +8,6 @@ taps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -83,7 +82,7 @@ class GatedMacchiato(LatteMacchiato):
         return self._rotated(*heads, state, context)
 
     def _convolved(
-        self, maps: Sequence[Tensor], state: MixerState, context: Context
+        self, maps: tuple[Tensor, ...], state: MixerState, context: Context
     ) -> tuple[tuple[Tensor, ...], MixerState]:
         """silu(conv(maps)) by parts, and the state with the last S-1 inputs (B, S-1, C)."""
         mixed_BTC, tail = self.short_conv(

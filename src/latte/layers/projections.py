@@ -22,7 +22,7 @@ from latte.ops.decoding import PLAIN
 from latte.ops.tensors import full_precision, on_gpu, product_dtype
 
 
-def project(x: Tensor, *maps: Any) -> Sequence[Tensor]:
+def project(x: Tensor, *maps: Any) -> tuple[Tensor, ...]:
     """The output (..., M) of each linear map for x (..., E).
 
     On a GPU, maps that are plain share one gradient of x, to which each product adds, and one cast
@@ -35,7 +35,7 @@ def project(x: Tensor, *maps: Any) -> Sequence[Tensor]:
     found = []  # a comprehension would be one more call
     for linear in maps:
         found.append(linear(x))
-    return found
+    return tuple(found)
 
 
 def cast(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:

@@ -253,6 +253,7 @@ def _tile_gradients(
         falls = {} if log_decay is None else {"fall_ptr": between[5]}
         run.by_sequence(scan_back, *given, *after, *starts, D=D, **falls)
     if dg is not None:
+        assert after[0] is not None and after[1] is not None
         means = means_after(run, between[2], final_mu) if run.cut else final_mu
         pointers |= {"dlog_mass1_ptr": (after[0] * means).sum(-1) - after[1], "dg_ptr": dg}
     run.back(
