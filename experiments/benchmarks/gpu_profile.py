@@ -16,9 +16,10 @@ kernel of a case, the longest first, and one for the whole case:
   at two bytes an element; their rate ``gb_per_s`` tells how far from the memory's peak the device
   was. The bytes of our kernels are in ``gpu_floors.csv``.
 
-Also ``fused``: Macchiato's forward pass in one kernel beside the window's and the latents' kernels
-one after the other, by length and width. This decides whether the kernel should stay fused
-(docs/kernels.md). On ``--device cpu`` PyTorch's operations take the place of kernels.
+Also ``fused``: Macchiato's forward pass in one kernel beside two: the window's, the latents', and
+what mixes their outputs, by length and width. :func:`kernels_of_row` decides from a row whether one
+kernel or two should serve its length and width (docs/kernels.md). On ``--device cpu`` PyTorch's
+operations take the place of kernels.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -164,8 +166,22 @@ FUSED_WIDTHS = ((16, 64, 64), (32, 64, 64), (32, 128, 128), (64, 64, 128))
 FUSED_LENGTHS = (1024, 4096, 16384, 65536)
 
 
+# Two kernels must be this much faster: their outputs take memory too.
+WORTH = 0.95
+
+
+def kernels_of_row(row: Mapping[str, Any]) -> int:
+    """How many kernels should serve the length and width of a row of ``gpu_fused.csv``: 1 or 2."""
+    return 2 if float(row["two"]) < WORTH * float(row["fused"]) else 1
+
+
+def in_two(gate: Tensor, window: Callable[[], Any], latents: Callable[[], Any]) -> Tensor:
+    """Both branches, and the least that mixes them: one launch, with the window's share given."""
+    return torch.lerp(latents()[0], window()[0], gate)
+
+
 def compare_fused(at: gpu.Place) -> None:
-    """Macchiato, its two branches, and how many times the slower one and their sum it takes."""
+    """Macchiato in one kernel, its branches, and both of these with their mixture."""
     table: Table = at.table("gpu_fused.csv")
     heads, window = (8, 128) if not at.quick else (2, 16)
     points = [(*w, T) for w in FUSED_WIDTHS for T in FUSED_LENGTHS]
@@ -173,21 +189,26 @@ def compare_fused(at: gpu.Place) -> None:
         lq, lk = (at.normal(1, T, heads, L + n, seed=n) for n in (1, 0))
         q, k, v = (at.normal(1, T, heads, n, seed=i + 2) for i, n in enumerate((K, K, D)))
         own: Any = {"window": window, "backend": at.backend}
-        far_inputs = lq[..., 1:], lk, v
+        gate = lq.softmax(-1)[..., :1]
+        branches: dict[str, gpu.DeviceCall] = {
+            "window": functools.partial(sliding_window_attention, q, k, v, **own),
+            "latents": functools.partial(latte_attention, lq[..., 1:], lk, v, backend=at.backend),
+        }
         sides: dict[str, gpu.DeviceCall] = {
             "fused": functools.partial(macchiato_attention, lq, lk, q, k, v, **own),
-            "window": functools.partial(sliding_window_attention, q, k, v, **own),
-            "latents": functools.partial(latte_attention, *far_inputs, backend=at.backend),
+            **branches,
+            "two": functools.partial(in_two, gate, *branches.values()),
         }
         with torch.no_grad():
             times = gpu.measure(at, sides, budget=0.2, rounds=3, graphs=True)
         if len(times) < len(sides):
             continue
-        one, near, far = (times[name].median for name in sides)
+        one, near, far, _ = (times[name].median for name in sides)
         row: Row = {"L": L, "K": K, "D": D, "T": T, "heads": heads, "window": window}
         row |= {name: round(t.median, 4) for name, t in times.items()}
         row |= {"times_slower_branch": round(one / max(near, far), 3)}
-        table.add_and_say(row | {"times_both": round(one / (near + far), 3)})
+        row["times_both"] = round(one / (near + far), 3)
+        table.add_and_say(row | {"kernels": kernels_of_row(row)})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -127,7 +127,7 @@ class TrialMixer(GatedMacchiato):
         """The window's queries and keys, normed and rotated, and the values."""
         q, k, v = (project(x_BTE) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.convolved != "none":
-            maps = [q, k, v] if self.convolved == "qkv" else [v]
+            maps = (q, k, v) if self.convolved == "qkv" else (v,)
             mixed, state = self._convolved(maps, state, context)
             q, k, v = (q, k, v)[: 3 - len(maps)] + tuple(mixed)
         G = self.num_key_value_heads

@@ -23,6 +23,7 @@ from latte.layers import Context, LatteMacchiato, MixerState, Projected
 from latte.layers.latents import LatentLogits
 from latte.layers.mixer import EMPTY
 from latte.layers.parts import Rotary
+from latte.layers.projections import project
 from latte.models.cache_name import one_cache
 
 
@@ -139,7 +140,8 @@ class MacchiatoAttention(LatteMacchiato):
     def heads(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The base's queries (B, T, H, K), keys and values (B, T, G, K), not yet rotated."""
         heads = (*x_BTE.shape[:2], -1, self.head_dim)
-        q, k, v = (proj(x_BTE).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        maps: Any = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (y.view(heads) for y in project(x_BTE, *maps))
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v

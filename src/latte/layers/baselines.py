@@ -16,6 +16,7 @@ from latte.layers.checks import check_choice, check_multiple
 from latte.layers.latents import LatentInput
 from latte.layers.mixer import Context, Mixer, MixerState, Projected
 from latte.layers.parts import Rotary
+from latte.layers.projections import project
 from latte.layers.recurrent import DECAY_RANGE
 from latte.layers.step import StepState
 from latte.ops import linear_attention
@@ -157,10 +158,10 @@ class LinearAttention(Mixer):
     def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         """The features, in at least fp32 because they are summed over the sequence."""
         phi = FEATURE_MAPS[self.feature_map]
-        flat = (self.q_proj(x_BTE), self.k_proj(x_BTE))
-        wide = torch.promote_types(flat[0].dtype, torch.float32)
+        *flat, v = project(x_BTE, self.q_proj, self.k_proj, self.v_proj)
+        wide = torch.promote_types(v.dtype, torch.float32)
         q, k = (phi(self._heads(x.to(wide), self.num_heads)) for x in flat)
-        v = self._heads(self.v_proj(x_BTE), self.num_key_value_heads)
+        v = self._heads(v, self.num_key_value_heads)
         v = v.repeat_interleave(self.num_heads // self.num_key_value_heads, 2)
         return Projected(v, state, features=(q, k))
 

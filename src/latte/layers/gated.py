@@ -19,6 +19,7 @@ from latte.layers.checks import check_positive
 from latte.layers.mixer import Context, MixerState, Projected
 from latte.layers.native import linear_maps
 from latte.layers.parts import CausalConv1d, RMSNorm, Rotary
+from latte.layers.projections import project
 from latte.layers.step import StepState
 
 
@@ -74,17 +75,14 @@ class GatedMacchiato(LatteMacchiato):
         return super().options(config) | own
 
     def near(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
-        H, G, maps = (
-            self.num_heads,
-            self.num_key_value_heads,
-            (self.q_proj, self.k_proj, self.v_proj),
-        )
-        (q, k, v), state = self._convolved([linear(x_BTE) for linear in maps], state, context)
+        H, G = self.num_heads, self.num_key_value_heads
+        maps = project(x_BTE, self.q_proj, self.k_proj, self.v_proj)
+        (q, k, v), state = self._convolved(maps, state, context)
         heads = self._heads(q, H), self._heads(k, G), self._heads(v, G)
         return self._rotated(*heads, state, context)
 
     def _convolved(
-        self, maps: list[Tensor], state: MixerState, context: Context
+        self, maps: tuple[Tensor, ...], state: MixerState, context: Context
     ) -> tuple[tuple[Tensor, ...], MixerState]:
         """silu(conv(maps)) by parts, and the state with the last S-1 inputs (B, S-1, C)."""
         mixed_BTC, tail = self.short_conv(

@@ -24,10 +24,11 @@ from latte.layers.latent_fields import (
 )
 from latte.layers.mixer import Context, MixerState
 from latte.layers.native import native_weights
-from latte.layers.parts import CausalConv1d, InitializedModule, RMSNorm
+from latte.layers.parts import CausalConv1d, InitializedModule, RMSNorm, add_and_norm
+from latte.layers.projections import project
 from latte.layers.recurrent import DECAY_RANGE, RGLRU, STEP_KINDS
 from latte.layers.step import StepState
-from latte.ops import decoding
+from latte.ops import decoding, pointwise
 from latte.ops.step import in_dtype
 
 HALF_LIFE_RANGE = LatentFields.half_life_range
@@ -86,7 +87,9 @@ class LatentInput(InitializedModule):
         h, last = self.rglru(x, *tokens, state.rglru, carry, shards=shards)
         if not self.causal:
             h = h + self.backward_rglru(x, *tokens)[0]
-        return self.norm(h), state._replace(rglru=last)
+        lowers = torch.is_autocast_enabled(h.device.type) and pointwise.fuses(h)
+        z = add_and_norm(self.norm, h, lowers=True)[1] if lowers else self.norm(h)
+        return z, state._replace(rglru=last)
 
     def step(self, x_BE: Tensor, state: StepState) -> Tensor:
         """z (B, E) of one token per row; the state is written in place."""
@@ -216,13 +219,16 @@ class LatentLogits(InitializedModule):
         """
         z, state = self.input(x, state, context)
         heads = (self.num_heads, -1)
-        q, k = self.q_proj(z), self.k_proj(z)
-        gate = self.decay_proj(z) if self.forgetting == "gated" else None
+        gates = (self.decay_proj,) if self.forgetting == "gated" else ()
+        q, k, *gate = project(z, self.q_proj, self.k_proj, *gates)
         q_BTHL = q.unflatten(-1, heads)
         if self.window_probability is not None:
             bias_HL = F.pad(self.window_bias[:, None], (0, q_BTHL.shape[-1] - 1))
             q_BTHL = q_BTHL + bias_HL.to(q_BTHL.dtype)
-        return q_BTHL, k.unflatten(-1, heads), self._log_decay(gate, k.shape[:-1]), state
+        log_decay = None
+        if self.forgetting != "none":
+            log_decay = self._log_decay(gate[0] if gate else None, k.shape[:-1])
+        return q_BTHL, k.unflatten(-1, heads), log_decay, state
 
     def _log_decay(self, gate: Tensor | None, shape: Sequence[int]) -> Tensor | None:
         """-softplus(b + gate) (*shape, H, L); ``gate`` (*shape, H * L) or None."""

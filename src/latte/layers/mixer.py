@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from latte.layers.checks import check_input, check_multiple, check_positive, check_state
 from latte.layers.context_parallel import ShardedOps, across
 from latte.layers.parts import InitializedModule, Rotary, RotaryEmbedding, of_single_tokens
+from latte.layers.projections import project
 from latte.layers.rollback import PastKeys, Recorded, advance_position, rollback
 from latte.layers.weights import attention_weights, dense_weights, mixing_logits, with_weights
 from latte.ops import LatteState, Partition, sliding_window_attention
@@ -402,9 +403,9 @@ class Mixer(InitializedModule):
     def near(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         """Local queries and keys of x, rotated, and values."""
         G = self.num_key_value_heads
-        q_BTHK = self.q_proj(x_BTE).unflatten(-1, (self.num_heads, -1))
-        k_BTGK = self.k_proj(x_BTE).unflatten(-1, (G, -1))
-        v_BTGD = self.v_proj(x_BTE).unflatten(-1, (G, -1))
+        q, k, v = project(x_BTE, self.q_proj, self.k_proj, self.v_proj)
+        q_BTHK = q.unflatten(-1, (self.num_heads, -1))
+        k_BTGK, v_BTGD = k.unflatten(-1, (G, -1)), v.unflatten(-1, (G, -1))
         return self._rotated(q_BTHK, k_BTGK, v_BTGD, state, context)
 
     def _rotated(

@@ -25,6 +25,7 @@ from latte.layers.native import (
     linear_maps,
     native_weights,
 )
+from latte.layers.projections import project
 from latte.layers.recomputation import recomputed
 from latte.ops import causal_conv1d, decoding, pointwise
 from latte.ops.step import conv_step
@@ -46,13 +47,16 @@ READ[RMSNorm], NORMS[RMSNorm] = ("weight",), NormKind()
 
 
 def add_and_norm(
-    norm: nn.Module, x_BTE: Tensor, added_BTE: Tensor | None = None
+    norm: nn.Module, x_BTE: Tensor, added_BTE: Tensor | None = None, *, lowers: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``x + added``, or x, and its norm. Of an :class:`RMSNorm` it is one launch on a GPU."""
+    """``x + added``, or x, and its norm. Of an :class:`RMSNorm` it is one launch on a GPU.
+
+    ``lowers``: only products read the norm, and autocast may lower it.
+    """
     if type(norm) is RMSNorm and not is_hooked(norm):
         weight, eps = norm.weight, norm.eps
         if weight is not None and eps is not None:
-            return pointwise.add_rms_norm(x_BTE, added_BTE, weight, eps)
+            return pointwise.add_rms_norm(x_BTE, added_BTE, weight, eps, lowers=lowers)
     total = x_BTE if added_BTE is None else x_BTE + added_BTE
     return total, norm(total)
 
@@ -129,7 +133,7 @@ class SwiGLU(nn.Module):
         weights = native_weights(x_BTE, maps, (nn.Linear, nn.Linear))
         if weights:
             return linear_maps(decoding.swiglu(x_BTE, *weights), parts["down_proj"])[0]
-        gate, up = self.gate_proj(x_BTE), self.up_proj(x_BTE)
+        gate, up = project(x_BTE, *maps)
         inner = pointwise.silu_product(gate, up)
         if not inner.requires_grad:
             return self.down_proj(inner)

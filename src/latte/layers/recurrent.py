@@ -18,12 +18,13 @@ from latte.layers.context_parallel import ShardedOps, across
 from latte.layers.latent_fields import LatentFields, check_decay_range
 from latte.layers.native import READ, is_hooked
 from latte.layers.parts import InitializedModule, RMSNorm
+from latte.layers.projections import cast
 from latte.layers.recomputation import NOTHING, recomputed
 from latte.ops import rg_lru
 from latte.ops.backend import named_backend
 from latte.ops.custom_ops import check_first_order
 from latte.ops.step import in_dtype, rg_lru_step
-from latte.ops.tensors import computation_dtype, on_gpu
+from latte.ops.tensors import computation_dtype, full_precision, on_gpu, product_dtype
 
 DECAY_RANGE = LatentFields.rglru_decay_range
 
@@ -64,32 +65,47 @@ class BlockDiagonalLinear(InitializedModule):
 class _Gates(torch.autograd.Function):
     """Two :class:`BlockDiagonalLinear` of one input, as a GPU computes them without copies.
 
-    The products read and write the blocks where they are in (B, T, E), and the second gate's
-    gradient of x is added to the first one's within its product.
+    The products are in ``dtype``, and read and write the blocks where they are in (B, T, E). Biases
+    are added in at least the gates' dtype. The third output is x, for the recurrence: both gates
+    add to its gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, weight2: Tensor, bias2: Tensor
-    ) -> tuple[Tensor, ...]:
-        N, P, _ = weight.shape
-        ctx.save_for_backward(x, weight, weight2)
-        gates = torch.empty_like(x), torch.empty_like(x)
-        for gate, w, b in zip(gates, (weight, weight2), (bias, bias2), strict=True):
-            torch.baddbmm(b.view(N, 1, P), _blocks(x, N), w, out=_blocks(gate, N))
-        return gates
+        ctx: Any, dtype: torch.dtype, x: Tensor, *affine: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``affine`` are the weight and the bias of each gate."""
+        ctx.dtype, N = affine[0].dtype, len(affine[0])
+        low, weights = x.to(dtype).contiguous(), cast(dtype, *affine[::2])
+        ctx.save_for_backward(low, *weights)
+        gates = []
+        for w, b in zip(weights, affine[1::2], strict=True):
+            product = torch.empty_like(low)
+            torch.bmm(_blocks(low, N), w, out=_blocks(product, N))
+            gates.append((product + b).to(x.dtype))
+        return *gates, x  # type: ignore[return-value]
 
     @staticmethod
-    def backward(ctx: Any, dr: Tensor, di: Tensor) -> tuple[Tensor, ...]:
+    @full_precision
+    def backward(ctx: Any, dr: Tensor, di: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
         check_first_order("the gates of the RG-LRU")
         x, weight, weight2 = ctx.saved_tensors
-        dx, N = torch.empty_like(x), len(weight)
-        dr_NMP, di_NMP, dx_NMP = (_blocks(y.contiguous(), N) for y in (dr, di, dx))
-        torch.bmm(dr_NMP, weight.mT, out=dx_NMP)
-        dx_NMP.baddbmm_(di_NMP, weight2.mT)
+        db, db2 = (y.flatten(0, -2).sum(0, dtype=ctx.dtype) for y in (dr, di))
+        (dr, di), dx, N = cast(x.dtype, dr, di), dx.contiguous(), len(weight)
+        # The recurrence alone has read x, so that its gradient of x may be overwritten.
+        lowered = dx.dtype != x.dtype
+        own = torch.empty_like(x) if lowered else dx
+        dr_NMP, di_NMP, own_NMP = (_blocks(y.contiguous(), N) for y in (dr, di, own))
+        if lowered:
+            torch.bmm(dr_NMP, weight.mT, out=own_NMP)
+        else:
+            own_NMP.baddbmm_(dr_NMP, weight.mT)
+        own_NMP.baddbmm_(di_NMP, weight2.mT)
         x_NPM = _blocks(x, N).mT
-        (dw, db), (dw2, db2) = ((torch.bmm(x_NPM, y), y.sum(1).flatten()) for y in (dr_NMP, di_NMP))
-        return dx, dw, db, dw2, db2
+        dw, dw2 = cast(ctx.dtype, *(torch.bmm(x_NPM, y) for y in (dr_NMP, di_NMP)))
+        if lowered:
+            dx.add_(own)
+        return None, dx, dw, db, dw2, db2
 
 
 def _blocks(x_BTE: Tensor, N: int) -> Tensor:
@@ -165,7 +181,7 @@ class RGLRU(InitializedModule):
         own = (gpu or torch.is_grad_enabled()) and tuple(map(type, parts)) == STEP_KINDS[:3]
         own = own and not any(map(is_hooked, parts))
         if own and gpu:
-            r, i = self._both_gates(x_BTE)
+            r, i, x_BTE = self._both_gates(x_BTE)
         else:
             r, i = self.recurrence_gate(x_BTE).to(dtype), self.input_gate(x_BTE).to(dtype)
         if r.requires_grad and own:
@@ -185,15 +201,11 @@ class RGLRU(InitializedModule):
                 reverse=self.reverse,
             )
 
-    def _both_gates(self, x_BTE: Tensor) -> tuple[Tensor, ...]:
-        """Both gates, (B, T, E), in fewer launches than by the modules."""
+    def _both_gates(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Both gates, (B, T, E), and x: in fewer launches than by the modules."""
         parts = self.recurrence_gate, self.input_gate
-        given = [x_BTE, *(y for part in parts for y in (part.weight, part.bias))]
-        kind = x_BTE.device.type
-        if torch.is_autocast_enabled(kind):
-            given = [y.to(torch.get_autocast_dtype(kind)) for y in given]
-        given[0] = given[0].contiguous()
-        return tuple(gate.to(x_BTE.dtype) for gate in _Gates.apply(*given))
+        affine = [y for part in parts for y in (part.weight, part.bias)]
+        return _Gates.apply(product_dtype(x_BTE), x_BTE, *affine)  # type: ignore[no-any-return]
 
     def step(self, x_BE: Tensor, state_BE: Tensor, real_B: Tensor | None) -> Tensor:
         """Read one token per row. Returns the new state, which is also written in place."""

@@ -49,6 +49,7 @@ from latte.models.registry import find_mixer
 from latte.models.signature import hides
 from latte.ops.pointwise import fuses
 
+MLPS: dict[str, Any] = {"gelu": GELUMLP, "swiglu": SwiGLU}  # they begin with products
 LOADED = "_is_hf_initialized"  # Transformers' mark of weights that came from a checkpoint
 
 
@@ -69,8 +70,7 @@ def make_norm(config: LatteConfig) -> nn.Module:
 
 
 def make_mlp(config: LatteConfig) -> nn.Module:
-    mlp = {"gelu": GELUMLP, "swiglu": SwiGLU}[config.mlp]
-    return mlp(config.hidden_size, config.intermediate_size)
+    return MLPS[config.mlp](config.hidden_size, config.intermediate_size)
 
 
 def make_mixer(config: LatteConfig) -> Mixer:
@@ -123,7 +123,8 @@ class LatteBlock(GradientCheckpointingLayer):
         if self.mlp is None:
             return x_BTE + mixed_BTE
         if fused:
-            x_BTE, normed = add_and_norm(self.mlp_norm, x_BTE, mixed_BTE)
+            lowers = type(self.mlp) in MLPS.values() and not is_hooked(self.mlp)
+            x_BTE, normed = add_and_norm(self.mlp_norm, x_BTE, mixed_BTE, lowers=lowers)
         else:
             x_BTE = x_BTE + mixed_BTE
             normed = self.mlp_norm(x_BTE)

@@ -19,7 +19,7 @@ from latte.ops import backend as backends
 from latte.ops import cpp_backend, decoding, reference, triton_backend
 from latte.ops.backend import named_backend
 from latte.ops.cpp_backend import pointwise as cpp_pointwise
-from latte.ops.tensors import on_cpu
+from latte.ops.tensors import on_cpu, product_dtype
 from latte.ops.torch_backend import pointwise as torch_pointwise
 from latte.ops.triton_backend import checked, launch
 
@@ -119,7 +119,7 @@ def fuses(x: Tensor) -> bool:
 def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     """:func:`rotate` of queries (B, T, H, K) and keys (B, T, G, K): one launch of Triton's."""
     if not torch.is_grad_enabled() and k.dtype == q.dtype and _has_table(q, cos):
-        if decoding.takes(q, compiled=False) and decoding.takes(k, compiled=False):
+        if decoding.takes(q, compiled=False) and type(k) is type(q) and k.is_cpu:
             tables, turn = (cos.contiguous(), sin.contiguous(), 1.0), torch.ops.latte.cpu_rotate
             return turn(q.contiguous(), *tables), turn(k.contiguous(), *tables)
     if _turned_by_triton(cos, q, k):
@@ -128,16 +128,19 @@ def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
 
 
 def add_rms_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, lowers: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``x + added``, or x for None, and its :func:`rms_norm`: one launch of Triton's.
 
-    Their gradients are added in one launch too.
+    Their gradients are added in one launch too. ``lowers``: only products read the norm, so under
+    autocast that launch rounds it as they would.
     """
     others = (weight,) if added is None else (weight, added)
     fits = x.shape[-1] <= launch.WIDEST_NORM and (added is None or added.shape == x.shape)
     if fits and _on_triton("add_rms_norm", x, *others):
-        return triton_backend.add_rms_norm(x, added, weight, eps)
+        lowers = lowers and torch.is_autocast_enabled(x.device.type)
+        dtype = product_dtype(x) if lowers else None
+        return triton_backend.add_rms_norm(x, added, weight, eps, dtype)
     total = x if added is None else x + added
     return total, rms_norm(total, weight, eps)
 

@@ -54,6 +54,13 @@ def on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda" and _one_by_one()
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products with x: autocast may lower it."""
+    kind = x.device.type
+    lowers = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if lowers else x.dtype
+
+
 def _one_by_one() -> bool:
     if torch.compiler.is_compiling():
         return False

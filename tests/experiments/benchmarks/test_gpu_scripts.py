@@ -1,6 +1,7 @@
 """The GPU scripts run end to end on a CPU at tiny sizes; only their times mean nothing there."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,13 @@ from experiments.benchmarks import (
     gpu_profile,
 )
 from experiments.benchmarks.records import MODES, RESULTS, read_rows
-from latte.ops import causal_conv1d, latte_attention, rg_lru
+from latte.ops import (
+    causal_conv1d,
+    latte_attention,
+    macchiato_attention,
+    rg_lru,
+    sliding_window_attention,
+)
 from latte.ops.triton_backend import checked
 from tests.ops import gpu_correctness
 
@@ -317,7 +324,37 @@ def test_profile(tmp_path, capsys):
         assert float(whole["read_gb"]) > 0
     assert "aten::add" in {row["kernel"] for row in rows}
     (fused,) = read_rows(tmp_path / "gpu_fused.csv")
-    assert float(fused["times_both"]) > 0
+    assert float(fused["times_both"]) > 0 and fused["kernels"] in ("1", "2")
+
+
+def test_two_kernels_and_a_mixture_compute_what_one_does():
+    lq, lk, q, k, v = (torch.randn(1, 19, 2, n) for n in (4, 3, 8, 8, 8))
+    branches = (
+        partial(sliding_window_attention, q, k, v, window=5),
+        partial(latte_attention, lq[..., 1:], lk, v),
+    )
+    found = gpu_profile.in_two(lq.softmax(-1)[..., :1], *branches)
+    torch.testing.assert_close(found, macchiato_attention(lq, lk, q, k, v, window=5)[0])
+
+
+def test_one_kernel_serves_the_lengths_that_were_measured():
+    """Two would need the times of both branches, and of a copy of what they write and read."""
+    times = {
+        (int(row["T"]), row["side"]): row
+        for row in read_rows(RESULTS / "gpu_macchiato.csv")
+        if row["mode"] == "forward"
+    }
+    rate = float(read_rows(RESULTS / "gpu_latte.csv")[0]["copy_gb_per_s"])
+    lengths = {T for T, _ in times}
+    assert lengths == {2048, 32768, 131072}
+    for T in lengths:
+        fused, window, latents = (
+            times[T, side] for side in ("macchiato", "its window", "its latents")
+        )
+        moved = 3 * 2 * T * int(fused["H"]) * int(fused["D"])  # bytes: two are read, one is written
+        two = sum(float(row["median_ms"]) for row in (window, latents)) + moved / rate / 1e6
+        assert gpu_profile.kernels_of_row({"fused": fused["median_ms"], "two": two}) == 1
+    assert gpu_profile.kernels_of_row({"fused": 1.0, "two": 0.9}) == 2
 
 
 def test_gaps_are_what_no_kernel_fills():

@@ -17,7 +17,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from latte.layers import recomputation, recurrent
+from latte.layers import projections, recomputation, recurrent
 from latte.ops import cpp_backend, pointwise, use_backend
 from latte.ops.torch_backend import pointwise as torch_pointwise
 from tests.ops.triton_backend.launches import launching
@@ -30,8 +30,9 @@ FREE = {
     *("_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "set_", "view_as_real"),
     *("is_same_size", "sym_size", "prim", "unsafe_split", "unsafe_chunk", "promote_types"),
 }
-# They start more than one kernel: the gradients of a norm's input and weight have one each.
-SEVERAL = {"native_layer_norm_backward": 2}
+# They start more than one kernel: the gradients of a norm's input and weight have one each. What a
+# product is added to is copied first, unless that is done in place.
+SEVERAL = {"native_layer_norm_backward": 2, "addmm": 2, "baddbmm": 2}
 # They wait for the GPU.
 WAITS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "masked_select", "equal"}
 
@@ -80,7 +81,8 @@ def on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cpp_backend, "WARNS", False)
     for module in (pointwise, torch_pointwise, recomputation):
         patch.setattr(module, "on_cpu", _on_a_gpu)
-    patch.setattr(recurrent, "on_gpu", lambda x: _on_a_gpu(x, True))
+    for module in (recurrent, projections):
+        patch.setattr(module, "on_gpu", lambda x: _on_a_gpu(x, True))
     patch.setattr(F, "rms_norm", _one_kernel)
 
 

@@ -5,12 +5,15 @@ Shapes: B batch, T tokens, H heads, K width of a head, E width.
 
 from __future__ import annotations
 
+import copy
 from itertools import islice
 
 import pytest
 import torch
 
+from latte.layers import projections, recurrent
 from latte.layers.parts import RMSNorm, add_and_norm
+from latte.models import LatteForCausalLM, preset_config
 from latte.ops import pointwise, triton_backend, use_backend
 from latte.ops.tensors import token_positions
 from latte.ops.triton_backend import launch
@@ -134,6 +137,45 @@ def test_a_residual_stream_in_fp32_takes_what_is_lower():
             own = found
     for a, e in zip(own, found, strict=True):
         torch.testing.assert_close(a, e)
+
+
+def test_products_read_a_norm_that_its_launch_has_rounded():
+    """Autocast would round it in a launch of its own, to the same bits."""
+    leaves, found = [y.requires_grad_() for y in given("sum", F32)], []
+    slope = randn(3, 5, 33, seed=7).to(DEVICE, BF16)
+    for lowers in (True, False):
+        with use_backend("triton"), torch.autocast(torch.device(DEVICE).type, BF16):
+            total, out = pointwise.add_rms_norm(*leaves, EPS, lowers=lowers)
+        assert total.dtype == F32 and out.dtype == (BF16 if lowers else F32)
+        low = out.to(BF16)
+        found.append([total, low, *torch.autograd.grad(low, leaves, slope)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("lowered", [False, True], ids=["plain", "autocast"])
+def test_a_layers_gradients_as_a_gpu_computes_them(monkeypatch, lowered):
+    """They err at most as much as those of the modules, one by one."""
+    torch.manual_seed(0)
+    config = preset_config("latte-r-swa++", "tiny", num_hidden_layers=1, vocab_size=20)
+    model, ids = LatteForCausalLM(config).to(DEVICE), torch.arange(40).view(2, 20).to(DEVICE) % 20
+    exact, errors = copy.deepcopy(model).double(), []
+
+    def gradients(of, lowered=False):
+        with torch.autocast(torch.device(DEVICE).type, BF16, enabled=lowered):
+            loss = of(ids, labels=ids).loss
+        return [loss, *torch.autograd.grad(loss, list(of.parameters()))]
+
+    with use_backend("reference"):
+        expected = gradients(exact)
+    for gpu in (False, True):
+        for module in (projections, recurrent):
+            monkeypatch.setattr(module, "on_gpu", lambda x, gpu=gpu: gpu)
+        with use_backend("triton" if gpu else "reference", everywhere=True):
+            found = gradients(model, lowered)
+        errors.append([relative_error(a, e) for a, e in zip(found, expected, strict=True)])
+    coarse = torch.finfo(BF16 if lowered else F32).eps
+    for plain, own in zip(*errors, strict=True):
+        assert own <= max(2 * plain, 4 * coarse)
 
 
 def test_a_row_sums_its_part_of_the_weights_gradient(monkeypatch):

@@ -136,10 +136,8 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     return pointwise.silu_product(gate, up)  # type: ignore[no-any-return]
 
 
-def add_rms_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """See :func:`latte.ops.pointwise.add_rms_norm`."""
+def add_rms_norm(*given: Any) -> tuple[Tensor, Tensor]:
+    """See :func:`latte.ops.pointwise.add_rms_norm`: with the norm's dtype, or None."""
     from latte.ops.triton_backend import pointwise
 
-    return pointwise.add_rms_norm(x, added, weight, eps)  # type: ignore[no-any-return]
+    return pointwise.add_rms_norm(*given)  # type: ignore[no-any-return]

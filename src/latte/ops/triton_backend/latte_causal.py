@@ -210,25 +210,25 @@ def _tile_gradients(
     dq, dk, dv, dmean_0 = results
     table, D = run.parts.table, v.shape[-1]
     top_M, mass_M, mean_M, *final = contiguous(*between[:5])
-    if dmean is None:
-        both = (final_mu.shape, final_mu.shape[:-1])
-        dmean, lost = zeros_of([(shape, final_mu.dtype, final_mu.device) for shape in both])
-    else:
+    starts = tuple(final_mu.new_empty(shape) for shape in (final_mu.shape, final_mu.shape[:-1]))
+    lost = None
+    if dmean is not None:
         dmean = dmean.contiguous()
         lost = (dmean * final_mu).sum(-1)
-    if dlog_mass is not None:
+    elif dlog_mass is not None or forgetting is not None and not run.cut:
+        dmean, lost = zeros_of([(y.shape, y.dtype, y.device) for y in starts])
+    if lost is not None and dlog_mass is not None:
         lost -= dlog_mass
-    starts = torch.empty_like(dmean), torch.empty_like(lost)
     c = q.new_empty(q.shape[:3], dtype=torch.float32)
     gated = window_delta is not None
     if gated:
         # From the first latent on.
         q, dq = q[..., 1:], dq[..., 1:]
-    at_slots = [lost.new_empty((run.slots, run.H, run.L)) for _ in range(2)]
-    at_ends = [lost.new_empty((run.parts.M, run.H, run.L)) for _ in range(2)]
+    at_slots = [c.new_empty((run.slots, run.H, run.L)) for _ in range(2)]
+    at_ends = [c.new_empty((run.parts.M, run.H, run.L)) for _ in range(2)]
     asked: tuple[Tensor, ...] = ()
     if run.cut:
-        asked = lost.new_empty((*at_ends[0].shape, D)), torch.empty_like(at_ends[0])
+        asked = c.new_empty((*at_ends[0].shape, D)), torch.empty_like(at_ends[0])
     log_decay, dg = forgetting or (None, None)
     pointers: dict[str, Tensor] = {}
     if dg is not None:
@@ -247,13 +247,14 @@ def _tile_gradients(
         **decays(log_decay),
         **pointers,
     )
-    after: tuple[Tensor, ...] = (dmean, lost)
+    after: tuple[Tensor | None, ...] = (dmean, lost)
     if run.cut:
         after = tuple(torch.empty_like(x) for x in asked)
         given = (top_M, mass_M, *asked, run.parts.first, *final, dmean, lost)
         falls = {} if log_decay is None else {"fall_ptr": between[5]}
         run.by_sequence(scan_back, *given, *after, *starts, D=D, **falls)
     if dg is not None:
+        assert after[0] is not None and after[1] is not None
         means = means_after(run, between[2], final_mu) if run.cut else final_mu
         pointers |= {"dlog_mass1_ptr": (after[0] * means).sum(-1) - after[1], "dg_ptr": dg}
     run.back(
@@ -627,6 +628,7 @@ def source_walk(
     window_logit_ptr=None,
 ):  # fmt: skip
     """dk and dv of one segment, from ``dmean1`` and ``lost1``, the gradient of the state after it.
+    None is a gradient of zero.
 
     ``dmean0`` and ``lost0`` are the gradient of the state before it, unless they are None. Sums
     over the tokens of a chunk are never computed as total - prefix, because that cancels. ``GATED``
@@ -666,10 +668,11 @@ def source_walk(
     ones = tl.full((C, C), 1.0, tl.float32)
     i = m.to(tl.int64) * H + h
     later, mass = load_latents(end_ref_ptr, i, L, BL), load_latents(end_mass_ptr, i, L, BL)
-    total = load_across(dmean1_ptr, i, L, D, 0, BL, BD) * inverse(mass)[None, :]
-    lost = load_latents(lost1_ptr, i, L, BL) * inverse(mass)
     # Every token's the same: as products add to it.
-    lost = lost[None, :] + tl.zeros((C, BL), tl.float32)
+    total, lost = tl.zeros((BD, BL), tl.float32), tl.zeros((C, BL), tl.float32)
+    if dmean1_ptr is not None:
+        total += load_across(dmean1_ptr, i, L, D, 0, BL, BD) * inverse(mass)[None, :]
+        lost += (load_latents(lost1_ptr, i, L, BL) * inverse(mass))[None, :]
     if FORGETS:
         dA = load_latents(dlog_mass1_ptr, i, L, BL)[None, :] + tl.zeros((C, BL), tl.float32)
     count = tl.cdiv(tl.minimum(stop - start, length).to(tl.int32), C)

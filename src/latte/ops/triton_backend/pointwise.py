@@ -60,7 +60,8 @@ def _products(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _product_gradients(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    found = empty_gradients(gate, up)
+    # In one buffer, so that one product gives both weights their gradients.
+    found = torch.empty((2, *gate.shape), dtype=gate.dtype, device=gate.device).unbind()
     _by_elements(gated_product_back, dy, gate, up, *found)
     return found
 
@@ -77,21 +78,28 @@ silu_product = functools.partial(SiluProduct.apply, _products, _product_gradient
 
 
 class _AddNorm(torch.autograd.Function):
-    """The sum, or x itself, and its norm. The sum and one number for each row are saved."""
+    """The sum, or x itself, and its norm, of dtype ``kind`` if given.
+
+    The sum and one number for each row are saved.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float
+        ctx: Any,
+        x: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        kind: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        lowered = torch.is_autocast_enabled(x.device.type)
+        wide = torch.is_autocast_enabled(x.device.type)
         total, rows, E = x, x.contiguous(), x.shape[-1]
         if added is not None:
             dtype = torch.promote_types(x.dtype, added.dtype)
             rows = total = torch.empty(x.shape, dtype=dtype, device=x.device)
         # As PyTorch's norm, which autocast does not lower.
-        out = torch.empty(
-            rows.shape, dtype=torch.float32 if lowered else rows.dtype, device=x.device
-        )
+        kind = kind or (torch.float32 if wide else rows.dtype)
+        out = torch.empty(rows.shape, dtype=kind, device=x.device)
         scale = torch.empty(rows.shape[:-1], dtype=torch.float32, device=x.device)
         if rows.numel():
             given = (*contiguous(x, added, weight), None if added is None else total, out, scale)
@@ -116,7 +124,7 @@ class _AddNorm(torch.autograd.Function):
                 grid = (programs,)
                 launch(rows.device, add_norm_back[grid], *given, N, each, E, **norm_tile(E))
             dweight = parts.sum(0)
-        return dx, dx if ctx.needs_input_grad[1] else None, dweight, None
+        return dx, dx if ctx.needs_input_grad[1] else None, dweight, None, None
 
 
 add_rms_norm = _AddNorm.apply

@@ -532,8 +532,10 @@ def scan_back(
     i = n * H + h
     top1 = tl.load(top1_ptr + i * L + x, mask=real_L, other=0.0)
     mass1 = tl.load(mass1_ptr + i * L + x, mask=real_L, other=0.0)
-    lost = tl.load(lost1_ptr + i * L + x, mask=real_L, other=0.0)
-    dmean = tl.load(dmean1_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
+    lost, dmean = tl.zeros_like(mass1), tl.zeros(at_LD.shape, tl.float32)
+    if dmean1_ptr is not None:
+        lost = tl.load(lost1_ptr + i * L + x, mask=real_L, other=0.0)
+        dmean = tl.load(dmean1_ptr + i * L * D + at_LD, mask=real_LD, other=0.0)
     i = (last - 1) * H + h
     tl.store(after_lost_ptr + i * L + x, lost, mask=real_L & leads & (first < last))
     tl.store(after_dmean_ptr + i * L * D + at_LD, dmean, mask=real_LD & (first < last))
