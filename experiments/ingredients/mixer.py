@@ -145,6 +145,7 @@ class TrialMixer(GatedMacchiato):
 
     def _with_content(self, x_BTE: Tensor, projected: Projected, context: Context) -> Projected:
         """The latents' query logits, with those of their content keys added."""
+        _check_whole(projected, context)
         z, _ = self.latents.input(x_BTE, EMPTY, context)
         q, k = self._heads(self.content_proj(z), self.num_heads).chunk(2, -1)
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -160,6 +161,7 @@ class TrialMixer(GatedMacchiato):
         """With the scores of :data:`memory.KEPT_BY`."""
         projected = super().with_logits(x_BTE, near, context)
         if self.kept_by == "surprise":
+            _check_whole(near, context)
             scores = surprise(projected.latent_k, projected.v, projected.log_decay)
             return projected._replace(scores=scores)
         return projected
@@ -212,6 +214,16 @@ class TrialMixer(GatedMacchiato):
         if self.gate_proj is not None:
             mixture = mixture * F.silu(self._heads(self.gate_proj(x), self.num_heads))
         return mixture
+
+
+def _check_whole(projected: Projected, context: Context) -> None:
+    """Raise ValueError for the part of a sequence, and for masked and packed ones."""
+    tokens = projected.state.position, context.position, context.key_mask, context.cu_seqlens
+    if any(each is not None for each in tokens):
+        raise ValueError(
+            "TrialMixer: kept_by='surprise' and content_width need whole sequences, got a state, a"
+            " mask or packed ones"
+        )
 
 
 def log_mass(
