@@ -14,11 +14,11 @@ from latte.layers.parts import in_chunks
 from latte.ops import latte_attention
 from latte.ops.tensors import full_precision
 
-# How tokens are scored. "map": a linear map of the layer's input, which is added to the logits of
-# all exact keys and so has a gradient. "fixed": the same map, neither added nor trained.
-# "surprise": how badly the latents answer for the value (:func:`surprise`). "random": by chance.
-# "latest": all alike, so that the latest tokens stay, as in a wider window.
-KEPT_BY = ("none", "latest", "random", "fixed", "map", "surprise")
+# How tokens are scored. "map": by a linear map of the layer's input, which is added to the logits
+# of all exact keys and so has a gradient. "surprise": by how badly the latents answer for the value
+# (:func:`surprise`). "random": by chance. "latest": all alike, so that the latest tokens stay, as
+# in a wider window.
+KEPT_BY = ("none", "latest", "random", "map", "surprise")
 CHUNK = 32  # tokens whose weights on each other, in every latent, are held at once
 
 
@@ -43,7 +43,7 @@ def content_logits(
     log_decay_BTHL: Tensor,
     log_mass_BTHL: Tensor,
 ) -> Tensor:
-    """``q_t . sum_{s<=t} p(s|l,t) k_s``: how each latent's mean key answers the query, (B, T, H, L).
+    """``q_t . sum_{s<=t} p(s|l,t) k_s``, (B, T, H, L): what each latent's mean key answers.
 
     By chunks, in a time that is linear in T. No number above 0 is exponentiated, so that every
     logit is safe.

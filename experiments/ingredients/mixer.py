@@ -56,9 +56,11 @@ class TrialMixer(GatedMacchiato):
             decay aside, plus ``exp(q_t[0] + local logit)`` in the window. What latents hold then
             decides how much they are read.
         kept_by: How the ``kept_tokens`` are chosen, one of :data:`memory.KEPT_BY`. "none": by the
-            library's scores. Others need as many key/value heads as query heads, and no state.
+            library's scores. "surprise" needs whole sequences, and as many key/value heads as
+            query heads.
         content_width: Width of a content key. Above 0, each latent has one, the mean of its
             tokens' keys, and its product with a content query is added to the logit of p(l|t).
+            It needs whole sequences.
         options: Other arguments of :class:`GatedMacchiato`.
     """
 
@@ -115,9 +117,8 @@ class TrialMixer(GatedMacchiato):
         if kept_by != "none":
             del self.latents.kept_scores
             self.scale = self.head_dim**-0.5
-        if kept_by in ("map", "fixed"):
+        if kept_by == "map":
             self.score_proj = nn.Linear(hidden_size, self.num_key_value_heads, bias=False)
-            self.score_proj.requires_grad_(kept_by == "map")
         if content_width:
             width = 2 * num_heads * content_width
             self.content_proj = nn.Linear(hidden_size, width, bias=False)
@@ -168,7 +169,7 @@ class TrialMixer(GatedMacchiato):
 
     def scores(self, x_BTE: Tensor) -> Tensor | None:
         shape = (*x_BTE.shape[:2], self.num_key_value_heads)
-        if self.kept_by in ("map", "fixed"):
+        if self.kept_by == "map":
             return self.score_proj(x_BTE)
         if self.kept_by == "random":
             return torch.rand(shape, device=x_BTE.device)
