@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.ingredients.memory import KEPT_BY, content_logits, surprise
 from latte.layers import (
     CausalConv1d,
     Context,
@@ -25,6 +26,7 @@ from latte.layers import (
     RMSNorm,
 )
 from latte.layers.checks import check_choice
+from latte.layers.mixer import EMPTY
 from latte.layers.weights import window_mass
 from latte.ops import LatteState
 
@@ -54,6 +56,12 @@ class TrialMixer(GatedMacchiato):
             latent and a token: ``p(s|t)`` is in proportion to ``sum_l exp(q_t[l] + k_s[l])``, the
             decay aside, plus ``exp(q_t[0] + local logit)`` in the window. What latents hold then
             decides how much they are read.
+        kept_by: How the ``kept_tokens`` are chosen, one of :data:`memory.KEPT_BY`. "none": by the
+            library's scores. "surprise" needs whole sequences, and as many key/value heads as
+            query heads.
+        content_width: Width of a content key. Above 0, each latent has one, the mean of its
+            tokens' keys, and its product with a content query is added to the logit of p(l|t).
+            It needs whole sequences.
         options: Other arguments of :class:`GatedMacchiato`.
     """
 
@@ -73,6 +81,8 @@ class TrialMixer(GatedMacchiato):
         write_noise: float = 0.0,
         qk_norm: bool = False,
         one_softmax: bool = False,
+        kept_by: str = "none",
+        content_width: int = 0,
         rms_norm_eps: float = 1e-6,
         **options: Any,
     ) -> None:
@@ -103,6 +113,16 @@ class TrialMixer(GatedMacchiato):
             )
         self.q_norm = RMSNorm(self.head_dim, eps=rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=rms_norm_eps) if qk_norm else None
+        check_choice(name, "kept_by", kept_by, KEPT_BY)
+        self.kept_by, self.content_width = kept_by, content_width
+        if kept_by != "none":
+            del self.latents.kept_scores
+            self.scale = self.head_dim**-0.5
+        if kept_by == "map":
+            self.score_proj = nn.Linear(hidden_size, self.num_key_value_heads, bias=False)
+        if content_width:
+            width = 2 * num_heads * content_width
+            self.content_proj = nn.Linear(hidden_size, width, bias=False)
 
     def initial_values(self) -> dict[str, Tensor]:
         return {} if self.skip is None else super().initial_values()
@@ -117,11 +137,44 @@ class TrialMixer(GatedMacchiato):
         projected = super()._project(x_BTE, state, context)
         latent_k = self._written(projected.latent_k)
         projected = projected._replace(latent_k=latent_k)
+        if self.content_width:
+            projected = self._with_content(x_BTE, projected, context)
         if not self.one_softmax:
             return projected
         latents = log_mass(latent_k, projected.log_decay, state.latent, context)
         mass = torch.cat([window_mass(self, projected, context)[..., None], latents], -1)
         return projected._replace(latent_q=projected.latent_q + mass.to(projected.latent_q.dtype))
+
+    def _with_content(self, x_BTE: Tensor, projected: Projected, context: Context) -> Projected:
+        """The latents' query logits, with those of their content keys added."""
+        _check_whole(projected, context)
+        z, _ = self.latents.input(x_BTE, EMPTY, context)
+        q, k = self._heads(self.content_proj(z), self.num_heads).chunk(2, -1)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k, latent_k = q.to(wide), k.to(wide), projected.latent_k.to(wide)
+        log_decay = projected.log_decay
+        log_decay = torch.zeros_like(latent_k) if log_decay is None else log_decay
+        mass = log_mass(latent_k, log_decay, None, context)
+        logits = content_logits(q / self.content_width**0.5, k, latent_k, log_decay, mass)
+        own = projected.latent_q
+        return projected._replace(latent_q=own + F.pad(logits, (1, 0)).to(own.dtype))
+
+    def with_logits(self, x_BTE: Tensor, near: Projected, context: Context) -> Projected:
+        """With the scores of :data:`memory.KEPT_BY`."""
+        projected = super().with_logits(x_BTE, near, context)
+        if self.kept_by == "surprise":
+            _check_whole(near, context)
+            scores = surprise(projected.latent_k, projected.v, projected.log_decay)
+            return projected._replace(scores=scores)
+        return projected
+
+    def scores(self, x_BTE: Tensor) -> Tensor | None:
+        shape = (*x_BTE.shape[:2], self.num_key_value_heads)
+        if self.kept_by == "map":
+            return self.score_proj(x_BTE)
+        if self.kept_by == "random":
+            return torch.rand(shape, device=x_BTE.device)
+        return super().scores(x_BTE) if self.kept_by == "none" else x_BTE.new_zeros(shape)
 
     def near(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         """The window's queries and keys, normed and rotated, and the values."""
@@ -134,7 +187,13 @@ class TrialMixer(GatedMacchiato):
         q_BTHK, k_BTGK = self._heads(q, self.num_heads), self._heads(k, G)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
-        return self._rotated(q_BTHK, k_BTGK, self._heads(v, G), state, context)
+        near = self._rotated(q_BTHK, k_BTGK, self._heads(v, G), state, context)
+        if self.kept_by != "map":
+            return near
+        # One more dimension of the keys is the score, and of the queries what the scale undoes.
+        one = torch.full_like(near.q[..., :1], self.head_dim**0.5)
+        k = torch.cat([near.k, self.score_proj(x_BTE)[..., None]], -1)
+        return near._replace(q=torch.cat([near.q, one], -1), k=k)
 
     def _written(self, latent_k_BTHL: Tensor) -> Tensor:
         """The key logits, with NOT_WRITTEN but at a token's largest ones."""
@@ -159,6 +218,16 @@ class TrialMixer(GatedMacchiato):
         return mixture
 
 
+def _check_whole(projected: Projected, context: Context) -> None:
+    """Raise ValueError for the part of a sequence, and for masked and packed ones."""
+    tokens = projected.state.position, context.position, context.key_mask, context.cu_seqlens
+    if any(each is not None for each in tokens):
+        raise ValueError(
+            "TrialMixer: kept_by='surprise' and content_width need whole sequences, got a state, a"
+            " mask or packed ones"
+        )
+
+
 def log_mass(
     k_BTHL: Tensor, log_decay_BTHL: Tensor | None, earlier: LatteState | None, context: Context
 ) -> Tensor:
@@ -181,5 +250,5 @@ def log_mass(
 # The options beside those of GatedMacchiato, by their names in a configuration.
 OPTIONS = (
     *("output_gate", "value_skip", "short_conv", "output_norm"),
-    *("written_latents", "write_noise", "qk_norm", "one_softmax"),
+    *("written_latents", "write_noise", "qk_norm", "one_softmax", "kept_by", "content_width"),
 )

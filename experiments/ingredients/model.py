@@ -43,7 +43,7 @@ class TrialConfig(LatteConfig):
 
     Args:
         output_gate, value_skip, short_conv, output_norm, written_latents, write_noise, qk_norm,
-            one_softmax: Arguments of :class:`TrialMixer`.
+            one_softmax, kept_by, content_width: Arguments of :class:`TrialMixer`.
         half_lives_by_layer: Whether the half-lives of ``half_life_range`` are short in the first
             layers and long in the last ones (:func:`layer_half_lives`).
         recurrent_layers: Indices of the layers whose mixer is Griffin's recurrent block.
@@ -70,6 +70,8 @@ class TrialConfig(LatteConfig):
     qk_norm: bool = False
     output_norm: bool = False
     one_softmax: bool = False
+    kept_by: str = "none"
+    content_width: int = 0
     half_lives_by_layer: bool = False
     recurrent_layers: list[int] | tuple[int, ...] = ()
     small_recurrence: bool = False
