@@ -269,7 +269,8 @@ class StepState:
             return ()
         table = None if rotary is None else rotary[:2]
         given: Any = held, self.step_context.position, None, *self.kept_sizes
-        more = native_arguments(*given, mixer.scale, mixer.softcap, table, self._sinks(rotary))
+        given += mixer.scale, mixer.softcap, table, self._sinks(rotary)
+        more = native_arguments(*given)
         return latent.log_mass, latent.mean, None, *more
 
     def _attend_kept(
