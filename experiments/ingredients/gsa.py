@@ -210,6 +210,9 @@ class GatedSlotAttention(Mixer):
         """The part of each query head, (B, T, H, W), from that of the key/value heads."""
         return heads_BTGW.repeat_interleave(self.num_heads // self.num_key_value_heads, 2)
 
+    def _weights(self, projected: Projected, context: Context) -> Tensor:
+        raise ValueError(f"{type(self).__name__} has no attention weights to show")
+
     def _attend(
         self, x_BTE: Tensor, projected: Projected, context: Context
     ) -> tuple[Tensor, MixerState]:

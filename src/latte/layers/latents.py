@@ -87,7 +87,8 @@ class LatentInput(InitializedModule):
         h, last = self.rglru(x, *tokens, state.rglru, carry, shards=shards)
         if not self.causal:
             h = h + self.backward_rglru(x, *tokens)[0]
-        lowers = torch.is_autocast_enabled(h.device.type) and pointwise.fuses(h)
+        kind = h.device.type  # meta has no autocast
+        lowers = kind != "meta" and torch.is_autocast_enabled(kind) and pointwise.fuses(h)
         z = add_and_norm(self.norm, h, lowers=True)[1] if lowers else self.norm(h)
         return z, state._replace(rglru=last)
 

@@ -311,7 +311,7 @@ class Mixer(InitializedModule):
         return state.step_context.plan.linear_maps(out_BHD.view(len(x_BE), -1), self.o_proj)[0]
 
     # Functions of a mixer, in files of their own: tokens taken back, and weights for inspection.
-    rollback = rollback
+    rollback, _context_of = rollback, Context.of
     with_weights, attention_weights = with_weights, attention_weights
     mixing_logits, _weights = mixing_logits, dense_weights
 
@@ -349,13 +349,12 @@ class Mixer(InitializedModule):
         state: MixerState | None = None,
         output_final_state: bool = False,
         *,
-        rotary: Rotary | None = None,
         context: Context | None = None,
     ) -> tuple[Projected, Context]:
         """The projections of a call's tokens, after checks of its arguments, and the context."""
         if context is None:
             start = None if state is None else getattr(state, "position", None)
-            context = Context.of(x_BTE, key_mask, cu_seqlens, output_final_state, start, rotary)
+            context = Context.of(x_BTE, key_mask, cu_seqlens, output_final_state, start)
         name = type(self).__name__
         check_input(name, x_BTE, self.hidden_size, getattr(self._modules["v_proj"], "weight", None))
         if not self.causal and (state is not None or context.output_final_state):

@@ -19,7 +19,7 @@ from latte.layers.native import is_hooked
 from latte.ops.backend import named_backend
 from latte.ops.custom_ops import check_first_order
 from latte.ops.decoding import PLAIN
-from latte.ops.tensors import full_precision, on_gpu, product_dtype
+from latte.ops.tensors import autocasts, full_precision, on_gpu, product_dtype
 
 
 def project(x: Tensor, *maps: Any) -> tuple[Tensor, ...]:
@@ -54,7 +54,7 @@ def _weights(x: Tensor, maps: Sequence[Any]) -> list[Tensor]:
         if type(linear) is not nn.Linear or is_hooked(linear) or linear.bias is not None:
             return []
         weights.append(linear.weight)
-    like = weights[0].dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
+    like = weights[0].dtype if autocasts(x.device.type) else x.dtype
     alike = all(type(w) in PLAIN and w.dtype == like and w.device == x.device for w in weights)
     return weights if alike and type(x) in PLAIN else []
 

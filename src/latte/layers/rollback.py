@@ -139,7 +139,8 @@ def rollback(mixer: Any, state: Any, tokens: int) -> Any:
         return recorded.before.record()
     before, *given = recorded
     x, mask, rotary = map_tensors(lambda table: table[:, : length - tokens], tuple(given))
-    projected, context = mixer._begin(x, mask, None, before, True, rotary=rotary)
+    context = mixer._context_of(x, mask, None, True, before.position, rotary)
+    projected = mixer._project(x, before, context)
     after = mixer._attend(x, projected, context)[1]
     return mixer._end(x, projected, after, context).record()
 

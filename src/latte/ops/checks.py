@@ -185,7 +185,8 @@ def check_local(
                 f"{op}: window must be at most {LARGEST_WINDOW:,} keys, got {window:,}"
             )
     try:
-        finite = scale is None or math.isfinite(scale)
+        # A compiler may take a layer's scale for a number that varies, which has no such test.
+        finite = scale is None or torch.compiler.is_compiling() or math.isfinite(scale)
     except TypeError:  # no number
         finite = False
     if not finite:

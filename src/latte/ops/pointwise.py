@@ -19,7 +19,7 @@ from latte.ops import backend as backends
 from latte.ops import cpp_backend, decoding, reference, triton_backend
 from latte.ops.backend import named_backend
 from latte.ops.cpp_backend import pointwise as cpp_pointwise
-from latte.ops.tensors import on_cpu, product_dtype
+from latte.ops.tensors import autocasts, on_cpu, product_dtype
 from latte.ops.torch_backend import pointwise as torch_pointwise
 from latte.ops.triton_backend import checked, launch
 
@@ -138,7 +138,7 @@ def add_rms_norm(
     others = (weight,) if added is None else (weight, added)
     fits = x.shape[-1] <= launch.WIDEST_NORM and (added is None or added.shape == x.shape)
     if fits and _on_triton("add_rms_norm", x, *others):
-        lowers = lowers and torch.is_autocast_enabled(x.device.type)
+        lowers = lowers and autocasts(x.device.type)
         dtype = product_dtype(x) if lowers else None
         return triton_backend.add_rms_norm(x, added, weight, eps, dtype)
     total = x if added is None else x + added

@@ -56,9 +56,14 @@ def on_gpu(x: Tensor) -> bool:
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype of products with x: autocast may lower it."""
-    kind = x.device.type
-    lowers = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if lowers else x.dtype
+    lowers = autocasts(x.device.type) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(x.device.type) if lowers else x.dtype
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for a kind of device; some, such as meta, have none."""
+    known = kind == "cpu" or kind == "cuda" or _has_autocast(kind)
+    return known and torch.is_autocast_enabled(kind)
 
 
 def _one_by_one() -> bool:
@@ -95,7 +100,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
             tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
             first = next(tensors, None)
         kind = "cpu" if first is None or first.is_cpu else first.device.type
-        known = kind == "cpu" or kind == "cuda" or _has_autocast(kind)
+        known = kind == "cpu" or kind == "cuda" or _has_autocast(kind)  # one call fewer
         if not known or not torch.is_autocast_enabled(kind):
             return fn(*args, **kwargs)
         with torch.autocast(kind, enabled=False):

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops.custom_ops import check_first_order, empty_gradients
-from latte.ops.tensors import full_precision
+from latte.ops.tensors import autocasts, full_precision
 from latte.ops.torch_backend.pointwise import Rotation, SiluProduct
 from latte.ops.triton_backend.launch import (
     GATED_PRODUCT, NORM_PROGRAMS, ROTATION, contiguous, launch, norm_tile,
@@ -92,7 +92,7 @@ class _AddNorm(torch.autograd.Function):
         eps: float,
         kind: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        wide = torch.is_autocast_enabled(x.device.type)
+        wide = autocasts(x.device.type)
         total, rows, E = x, x.contiguous(), x.shape[-1]
         if added is not None:
             dtype = torch.promote_types(x.dtype, added.dtype)
