@@ -125,6 +125,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "joint, both": BOTH | {"joint_softmax": True},
     "kept tokens": KEPT_TOKENS,
     "kept tokens, forgetting": KEPT_TOKENS | {"forgetting": "gated"},
+    "kept tokens, 8 bits": KEPT_TOKENS | {"kept_dtype": "mxint8"},
     "kept tokens, window": KEPT_TOKENS | {"mixing": "window"},
     "joint, both, kept": BOTH | KEPT | {"joint_softmax": True},
     "window": {"mixing": "window"},

@@ -21,6 +21,7 @@ from latte.ops import (
     sliding_window_attention,
     window_log_mass,
 )
+from latte.ops.mxint8 import pack, unpack
 from latte.ops.tensors import Sequences
 from latte.ops.torch_backend.kept import KeptCall, Plan, kept_op
 from tests.ops.helpers import assert_same, macchiato_inputs, randn
@@ -295,6 +296,54 @@ def test_what_does_not_fit_is_one_clear_line():
         sliding_window_attention(
             *inputs[2:], window=W, partition=Partition(kept=kept), initial_state=plain.window
         )
+
+
+@BACKENDS
+def test_a_packed_state_is_that_of_rounded_inputs(backend):
+    """So a cut changes no bit, and an input's gradient is that of the rounded one."""
+    latent_q, latent_k, q, k, v = (x.clone().requires_grad_() for x in kept_inputs())
+    inputs, scores, options = (latent_q, latent_k, q, k, v), scores_of(), {"backend": backend}
+    near = [latent_q, *(x.detach() for x in (latent_k, q, k, v))]
+    for i in (1, 3, 4):
+        near[i] = unpack(pack(near[i]), DTYPE).requires_grad_()
+    wanted, state = mix(near, scores, output_final_state=True, **options)
+    partition = Partition(None, True, True, Kept(scores, N, C, packed=True))
+    whole = {"window": W, "output_final_state": True, **options}
+    found, after = macchiato_attention(*inputs, partition=partition, **whole)
+    assert_same([found], [wanted], EXACT)
+    for name in ("keys", "values", "latent_keys"):
+        assert getattr(after.kept, name).dtype == torch.uint8
+        assert torch.equal(getattr(after.kept, name), pack(getattr(state.kept, name)))
+    grads = torch.autograd.grad(found.square().sum(), [latent_k, k, v])
+    assert_same(
+        grads, torch.autograd.grad(wanted.square().sum(), [near[i] for i in (1, 3, 4)]), EXACT
+    )
+    outs, carried = [], None
+    for part in (slice(0, 13), slice(13, T)):
+        kept = Kept(scores[:, part], N, C, packed=True)
+        out, carried = macchiato_attention(
+            *(x[:, part] for x in inputs),
+            partition=Partition(None, True, True, kept),
+            initial_state=carried,
+            **whole,
+        )
+        outs.append(out)
+    assert_same([torch.cat(outs, 1)], [found], EXACT)
+    for one, other in zip(carried.kept[:5], after.kept[:5], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_state_of_other_bits_does_not_fit():
+    inputs, scores = kept_inputs(), scores_of()
+    for packed, wanted in ((True, "(1, 11, 2, 7), got (1, 11, 2, 6)"), (False, "(1, 11, 2, 6)")):
+        kept = Kept(scores, N, C, packed)
+        options = {"window": W, "output_final_state": True}
+        other = Partition(None, True, True, kept._replace(packed=not packed))
+        _, state = macchiato_attention(*inputs, partition=other, **options)
+        with pytest.raises(ValueError) as error:
+            partition = Partition(None, True, True, kept)
+            macchiato_attention(*inputs, window=W, partition=partition, initial_state=state)
+        assert f"initial_state.keys must have shape {wanted}" in str(error.value)
 
 
 @pytest.mark.parametrize("change", [(1, -1, 0), (-1, 1, 0), (1, 0, -1), (-1, 0, 1), (0, 1, -1)])

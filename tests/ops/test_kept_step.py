@@ -63,10 +63,12 @@ class Case:
         softcap=None,
         groups=G,
         same=False,
+        packed=False,
+        width=K,
     ):
         self.numbers: Any = {"count": count, "window": window, "block": block}
-        self.latents, self.n, self.dtype = latents, sinks, dtype
-        self.inputs = [x.to(dtype) for x in macchiato_inputs(B, T, H, groups, L, K, D)]
+        self.latents, self.n, self.dtype, self.packed = latents, sinks, dtype, packed
+        self.inputs = [x.to(dtype) for x in macchiato_inputs(B, T, H, groups, L, width, D)]
         scores = randn(B, T, groups, seed=30).mul(2).round()  # many equal ones
         scores[:, 3::7, 0], scores[:, 2::5, -1] = -torch.inf, torch.nan
         self.scores = (scores * 0 if same else scores).to(dtype)
@@ -95,7 +97,8 @@ class Case:
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x)
 
     def table(self):
-        cos, sin = (x.expand(1, 1, 1, K // 2) for x in (self.angle.cos(), self.angle.sin()))
+        half = self.inputs[2].shape[-1] // 2
+        cos, sin = (x.expand(1, 1, 1, half) for x in (self.angle.cos(), self.angle.sin()))
         return tuple(x.to(computation_dtype(self.dtype)) for x in (cos, torch.cat([-sin, sin], 2)))
 
     def op(self, stop, backend="reference"):
@@ -104,7 +107,7 @@ class Case:
         own |= {"output_final_state": True, "backend": backend}
         far, scores = self.far(), self.scores[:, :stop]
         far = far and far._replace(q=far.q[:, :stop])
-        kept = Kept(scores, self.numbers["count"], self.numbers["block"])
+        kept = Kept(scores, self.numbers["count"], self.numbers["block"], self.packed)
         given = [x[:, :stop] for x in self.inputs]
         if not self.latents:
             return sliding_window_attention(*given[2:], partition=Partition(far, kept=kept), **own)
@@ -202,6 +205,8 @@ CASES = {
     "a window of more than the text": {"window": T + 3},
     "a long block": {"block": 16, "forgets": "gated"},
     "a key head for each": {"groups": H, "forgets": "gated"},
+    "8 bits": {"packed": True, "forgets": "gated", "sinks": SINKS, "width": 80},
+    "8 bits in the window alone": {"packed": True, "latents": False, "sinks": SINKS},
 }
 EVERY = pytest.mark.parametrize("name", CASES)
 
@@ -214,8 +219,10 @@ def test_steps_are_the_op_of_the_whole_sequence(name, start):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("latents", [True, False])
-def test_low_precision(dtype, latents):
-    case = Case(sinks=SINKS, forgets="gated" if latents else None, latents=latents, dtype=dtype)
+@pytest.mark.parametrize("packed", [True, False])
+def test_low_precision(dtype, latents, packed):
+    forgets = "gated" if latents else None
+    case = Case(sinks=SINKS, forgets=forgets, latents=latents, dtype=dtype, packed=packed)
     outs, states = case.run(0)
     (exact, _), (rounded, whole) = case.wide().op(T), case.op(T)
     outs, exact, rounded = (x[case.mask] for x in (outs, exact, rounded))

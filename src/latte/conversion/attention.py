@@ -67,6 +67,7 @@ class MacchiatoAttention(LatteMacchiato):
             fields.joint_softmax and self.converted,
             fields.kept_of(self.layer_idx),
             fields.kept_block,
+            fields.kept_dtype,
         )
         self._apply_rotary = sys.modules[type(base).__module__].apply_rotary_pos_emb
         if not self.converted:

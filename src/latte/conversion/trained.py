@@ -133,6 +133,7 @@ def apply_latents(
     keep_layers: Sequence[int] = (),
     kept_window: int | Literal["all"] | None = None,
     kept_tokens: int | Sequence[int] | None = None,
+    kept_dtype: str | None = None,
     dtype: str | torch.dtype = "auto",
     weights: str | None = None,
 ) -> Any:
@@ -150,6 +151,7 @@ def apply_latents(
         kept_tokens: Number of tokens, of each key/value head, that stay visible after they have
             left the window; or one number for each layer; None: as in the file. The file must have
             scores of tokens.
+        kept_dtype: Type of the keys and values that the state has; None: as in the file.
         dtype: Dtype of the base's weights, as for :func:`latte.conversion.convert`.
         weights: Bits of the base's weights, as for :func:`latte.conversion.convert`. With
             ``file``, weights that the latents' file updates are rounded anew.
@@ -173,9 +175,9 @@ def apply_latents(
         raise LatteError(f"latents {latents} are for another base, {trained}: {error}") from None
     fields["keep_layers"] = sorted({*fields["keep_layers"], *keep_layers})
     given = {"local_window": window, "kept_window": kept_window, "kept_tokens": kept_tokens}
-    for name, number in given.items():
-        if number is not None:
-            fields[name] = None if number == "all" else number
+    for name, value in (given | {"kept_dtype": kept_dtype}).items():
+        if value is not None:
+            fields[name] = None if value == "all" else value
     config = converted_config(base, fields)
     for layer in filter(config.kept_of, range(config.num_hidden_layers)):
         scores = f"model.layers.{layer}.self_attn.latents.kept_scores.up.weight"

@@ -48,6 +48,8 @@ class LatteMacchiato(Mixer):
             latents read the others. It needs ``delay_latents`` and ``joint_softmax``.
         kept_block: Number of tokens after which it is decided anew which tokens are kept. Between
             two decisions the window has up to ``kept_block - 1`` more keys.
+        kept_dtype: Type of the keys and values that a state with kept tokens has: "auto", that of
+            the activations, or "mxint8" (:mod:`latte.ops.mxint8`), to which they are rounded.
         latents: Other arguments of :class:`LatentLogits`, such as ``latent_input``,
             ``window_probability`` and ``forgetting``. The window does not forget.
     """
@@ -79,13 +81,15 @@ class LatteMacchiato(Mixer):
         joint_softmax: bool = False,
         kept_tokens: int = 0,
         kept_block: int = KEPT_BLOCK,
+        kept_dtype: str = "auto",
         causal: bool = True,
         **latents: Any,
     ) -> None:
         super().__init__(hidden_size, num_heads, num_key_value_heads, head_dim, causal)
         check_positive("LatteMacchiato", window=window)
         self._add_local(window, rope_theta, softcap)
-        self._divide_past(num_sinks, delay_latents, joint_softmax, kept_tokens, kept_block)
+        kept = kept_tokens, kept_block, kept_dtype
+        self._divide_past(num_sinks, delay_latents, joint_softmax, *kept)
         groups = self.num_key_value_heads if kept_tokens else 0
         latents |= {"window_logit": True, "kept_groups": groups, "causal": causal}
         self.latents: Any = LatentLogits(hidden_size, num_heads, num_latents, **latents)
@@ -97,6 +101,7 @@ class LatteMacchiato(Mixer):
         joint_softmax: bool,
         kept_tokens: int,
         kept_block: int,
+        kept_dtype: str,
     ) -> None:
         """Set how window, sinks, kept tokens and latents divide the past among themselves."""
         beyond = num_sinks > 0 or delay_latents or joint_softmax or kept_tokens > 0
@@ -108,7 +113,7 @@ class LatteMacchiato(Mixer):
         check_kept(kept_tokens, delay_latents, joint_softmax)
         self.num_sinks, self.delay_latents = num_sinks, delay_latents
         self.joint_softmax = joint_softmax
-        self.kept_tokens, self.kept_block = kept_tokens, kept_block
+        self.kept_tokens, self.kept_block, self.kept_dtype = kept_tokens, kept_block, kept_dtype
         if kept_tokens:
             self.carries = tuple("kept" if x == "window" else x for x in type(self).carries)  # type: ignore[misc]
         self.sink_edge = sink_edge(self.window, num_sinks)
@@ -121,7 +126,7 @@ class LatteMacchiato(Mixer):
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
         names = "window_probability", "num_sinks", "delay_latents", "joint_softmax", "kept_tokens"
-        own = {name: getattr(config, name) for name in (*names, "kept_block")}
+        own = {name: getattr(config, name) for name in (*names, "kept_block", "kept_dtype")}
         own["window"] = config.sliding_window
         local = cls.local_options(config)
         return super().options(config) | LatentLogits.options(config) | own | local
@@ -188,7 +193,8 @@ class LatteMacchiato(Mixer):
             sinks = Sinks(projected.sink_q, *first, context.position)  # type: ignore[arg-type]
             state = state._replace(sinks=first)
         if projected.scores is not None:
-            kept = Kept(projected.scores, self.kept_tokens, self.kept_block)
+            packed = self.kept_dtype == "mxint8"
+            kept = Kept(projected.scores, self.kept_tokens, self.kept_block, packed)
         delay, joint = latents and self.delay_latents, latents and self.joint_softmax
         if sinks is None and kept is None and not (delay or joint):
             return None, state

@@ -230,6 +230,12 @@ class PartitionFields(LatentFields):
         "number of tokens after which it is decided anew which tokens are kept",
         partial(check_whole, unit=" token"),
     )
+    kept_dtype: str = option(
+        "auto",
+        "type of the keys and values that a state with kept tokens has: `auto`, that of the"
+        " activations, or `mxint8`, 8 bits, to which they are rounded",
+        partial(check_one, choices=("auto", "mxint8")),
+    )
 
 
 @dataclass(kw_only=True, repr=False)

@@ -265,7 +265,7 @@ class StepState:
             return ()
         if parts["latents"].log_decay(1) is not None:
             return ()
-        if not native(latent.log_mass, x_BE, *held[:2]):
+        if not native(latent.log_mass, x_BE):
             return ()
         table = None if rotary is None else rotary[:2]
         given: Any = held, self.step_context.position, None, *self.kept_sizes

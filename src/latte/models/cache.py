@@ -25,6 +25,7 @@ from latte.layers.plan import StepPlan
 from latte.layers.rollback import PastKeys, drop_newest, map_tensors
 from latte.layers.step import StepContext, StepState
 from latte.ops.backend import steps_in_place
+from latte.ops.mxint8 import pack, unpack
 
 
 class LatteCacheLayer(CacheLayerMixin):
@@ -194,7 +195,10 @@ class LatteCacheLayer(CacheLayerMixin):
         if held is None:
             return
         at_B, due_B, *turn = (x.to(held.keys.device) for x in (at_B, due_B, *turn))
-        keys = span.turned(held.keys, held.positions, at_B, due_B, turn)
+        keys, packed = held.keys, held.keys.dtype == torch.uint8
+        keys = unpack(keys, torch.float32) if packed else keys
+        keys = span.turned(keys, held.positions, at_B, due_B, turn)
+        keys = pack(keys) if packed else keys
         if self._state is None:
             held.keys.copy_(keys)
         else:

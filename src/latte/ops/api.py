@@ -387,12 +387,13 @@ def window_log_mass(
     if kept is not None:
         if initial_state is not None:
             raise ValueError(f"{op}: expected kept tokens or initial_state, got both")
-        return reference_kept.log_mass(KeptInputs(q, k, k, kept, local, sequences, None, sinks))
+        call = KeptInputs(q, k, k, kept, local, sequences, None, sinks)
+        return reference_kept.log_mass(kept_call.unpacked(call))
     seen = NO_SINKS if sinks is None else SeenSinks.of(sinks, window, sequences)
     # Values are not read, so keys are passed in their place.
     held = NO_WINDOW if tail is None else tail._replace(values=tail.keys)
-    call = Window(q, k, k, *sequences[:2], *held, *seen, *local, True)  # type: ignore[call-arg, arg-type]
-    return LOG_MASS(call)[0]
+    masses = Window(q, k, k, *sequences[:2], *held, *seen, *local, True)  # type: ignore[call-arg, arg-type]
+    return LOG_MASS(masses)[0]
 
 
 @full_precision

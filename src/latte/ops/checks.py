@@ -31,7 +31,10 @@ from latte.ops.tensors import (
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # The dtypes of a state's parts, in the words of errors.
-KINDS = {"floating point": FLOATS, "bool": (torch.bool,), "int64": (torch.int32, torch.int64)}
+KINDS = {
+    **{"floating point": FLOATS, "bool": (torch.bool,), "uint8": (torch.uint8,)},
+    "int64": (torch.int32, torch.int64),
+}
 LARGEST_WINDOW = 2**63 - 1  # that the kernels take
 PAPER = Partition()
 

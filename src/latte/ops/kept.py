@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from latte.ops.mxint8 import pack, unpack
 from latte.ops.tensors import computation_dtype
 
 
@@ -31,11 +32,15 @@ class Kept(NamedTuple):
             has no gradient. A source with a score of -inf or NaN is never kept.
         count: Number of kept tokens, N. 0 keeps none.
         block: Number of tokens from one update to the next, C.
+        packed: Whether the state has keys, values and latent keys in 8 bits
+            (:mod:`latte.ops.mxint8`). Those of all sources are then rounded to the numbers of this
+            format before they are used, so a cut in a sequence changes nothing. Sinks are not.
     """
 
     scores: Tensor
     count: int  # type: ignore[assignment]
     block: int = 64
+    packed: bool = False
 
 
 class KeptState(NamedTuple):
@@ -43,6 +48,8 @@ class KeptState(NamedTuple):
 
     A place among the last tokens is empty if its token was kept, or read by the latents. Kept
     tokens are in the order of their scores, the largest first, and of equal scores the later first.
+    In a packed state keys, values and latent keys are uint8 rows of :func:`latte.ops.mxint8.pack`,
+    without gradients.
 
     Attributes:
         keys: Keys, (N, M, G, K), with M = count + window + block - 1.
@@ -86,6 +93,18 @@ class KeptState(NamedTuple):
         seen = positions.new_zeros(sequences)
         late = zeros(latent_k_BTHL), zeros(log_decay_BTHL)
         return cls(keys, values, scores, positions, seen, *late)  # type: ignore[arg-type]
+
+    def packed(self) -> KeptState:
+        """The same with keys, values and latent keys in 8 bits."""
+        late = self.latent_keys if self.latent_keys is None else pack(self.latent_keys)
+        return self._replace(keys=pack(self.keys), values=pack(self.values), latent_keys=late)
+
+    def unpacked(self, dtype: torch.dtype, latent_dtype: torch.dtype) -> KeptState:
+        """The inverse of :meth:`packed`, for keys and values, and latent keys, of these dtypes."""
+        late = self.latent_keys
+        late = late if late is None else unpack(late, latent_dtype)
+        keys, values = unpack(self.keys, dtype), unpack(self.values, dtype)
+        return self._replace(keys=keys, values=values, latent_keys=late)
 
     def is_of(self, count: int, window: int, block: int) -> bool:
         """Whether the tokens are in the places that calls with these numbers give them."""

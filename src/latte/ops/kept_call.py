@@ -14,6 +14,7 @@ from latte.ops.checks import check_latte_state, check_shape, check_state_part, c
 from latte.ops.cpp_backend import kept as native_kept
 from latte.ops.isolation import View, isolated
 from latte.ops.kept import Kept, KeptLatents, KeptState, comparable
+from latte.ops.mxint8 import packed_width, rounded
 from latte.ops.state import LatteState, MacchiatoState, SeenSinks, Sinks, total_log_decay
 from latte.ops.tensors import (
     Local,
@@ -78,16 +79,23 @@ def check_kept_state(
     assert window is not None
     slots = (N, kept.count + window + kept.block - 1)
     groups, sums = (*slots, k.shape[2]), comparable(kept.scores[:0]).dtype
+
+    def rows(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+        *heads, width = x.shape[2:]
+        if kept.packed:
+            return (*slots, *heads, packed_width(width)), torch.uint8
+        return (*slots, *heads, width), x.dtype
+
     wanted: dict[str, Any] = {
-        "keys": ((*slots, *k.shape[2:]), k.dtype),
-        "values": ((*slots, *v.shape[2:]), v.dtype),
+        "keys": rows(k),
+        "values": rows(v),
         "scores": (groups, sums),
         "positions": (groups, torch.int64),
         "seen": ((N,), torch.int64),
     }
     if latent_k is not None:
         shape = (*slots, *latent_k.shape[2:])
-        wanted |= {"latent_keys": (shape, latent_k.dtype), "log_decay": (shape, sums)}
+        wanted |= {"latent_keys": rows(latent_k), "log_decay": (shape, sums)}
     found: dict[str, Any] = {}
     for name, x in zip(KeptState._fields, state, strict=True):
         if x is not None and name not in wanted:
@@ -97,7 +105,7 @@ def check_kept_state(
             found[name] = None
             continue
         shape, dtype = wanted[name]
-        kind = "floating point" if dtype.is_floating_point else "int64"
+        kind = "floating point" if dtype.is_floating_point else str(dtype).removeprefix("torch.")
         check_state_part(op, name, x, shape, kind, k.device)
         found[name] = x.to(dtype)
     fitting = KeptState(**found)
@@ -189,6 +197,9 @@ def attend(
     op: str, x: KeptInputs, output_final_state: bool, backend: str | None
 ) -> tuple[Tensor, LatteState | None, KeptState | None]:
     """Output, the latents (None without any), and the held tokens (None if not asked for)."""
+    if x.kept.packed:
+        out, after, held = attend(op, unpacked(x), output_final_state, backend)
+        return out, after, held and held.packed()
     x = _both_forget(x)
     q, k, v, kept, local, sequences, state, sinks, latents = x
     B, T, H, _ = q.shape
@@ -256,6 +267,19 @@ def attend(
     out, *found = run(*given.values()) if apart else isolated(run, view, given)
     last = KEPT[chosen].state_after(plan, x) if output_final_state else None
     return out, LatteState(*found) if found else None, last
+
+
+def unpacked(x: KeptInputs) -> KeptInputs:
+    """The same without a packed state, and with numbers that such a state can hold."""
+    state, latents = x.state, x.latents
+    if not x.kept.packed:
+        return x
+    if state is not None:
+        state = state.unpacked(x.v.dtype, x.v.dtype if latents is None else latents.k.dtype)
+    if latents is not None:
+        latents = latents._replace(k=rounded(latents.k))
+    kept, k, v = x.kept._replace(packed=False), rounded(x.k), rounded(x.v)
+    return x._replace(k=k, v=v, kept=kept, state=state, latents=latents)
 
 
 def _both_forget(x: KeptInputs) -> KeptInputs:

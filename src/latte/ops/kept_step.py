@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from latte.ops.kept import KeptLatents, KeptState, comparable
+from latte.ops.mxint8 import pack, plain
 from latte.ops.step import StepSinks, TokenRotary, in_dtype, native, rotated, take_sinks
 from latte.ops.tensors import computation_dtype, number
 
@@ -30,7 +31,7 @@ class KeptBuffers(NamedTuple):
     ones, in any order. The others are a ring: token s is in slot count + s % R.
 
     Attributes:
-        keys: Keys, (B, G, M, K).
+        keys: Keys, (B, G, M, K). With values and latent keys of packed states, rows of 8 bits.
         values: Values, (B, G, M, D).
         scores: Scores, (B, G, M), in fp32 (fp64 for fp64 inputs); -inf in an empty place.
         positions: Positions in the sequence, (B, G, M) int64; -1 in an empty place.
@@ -125,7 +126,9 @@ def kept_step(
     Returns:
         Output y, (B, H, D), in the dtype of v.
     """
-    if native(None if latents is None else latents[4], q, k, v, *held[:2]):
+    packed = held.keys.dtype == torch.uint8
+    exact = () if packed else held[:2]
+    if native(None if latents is None else latents[4], q, k, v, *exact):
         latent_q, latent_k, log_decay, *state = latents or (None,) * 5
         more = native_arguments(
             *(held, seen, real, count, window, block, scale, softcap, rotary, sinks)
@@ -149,10 +152,10 @@ def kept_step(
     def logits_of(q: Tensor, keys: Tensor) -> Tensor:
         q = in_dtype(q, dtype)
         q = (q * number(scale, q)).view(B * G, H // G, K)
-        return torch.bmm(q, in_dtype(keys.view(B * G, -1, K), dtype).transpose(1, 2))
+        return torch.bmm(q, plain(keys, dtype).view(B * G, -1, K).transpose(1, 2))
 
     logits, visible = logits_of(q, held.keys), held.positions >= 0
-    values = [in_dtype(held.values, dtype)]
+    values = [plain(held.values, dtype)]
     if q_far is not None and sinks is not None:
         take_sinks(sinks, k, v, real)
         logits = torch.cat([logits, logits_of(q_far, sinks.keys)], -1)
@@ -291,11 +294,11 @@ def _read(held: KeptBuffers, index_BGX: Tensor, read_BGX: Tensor, latents: KeptL
     A, mean = latents.log_mass, latents.mean
     assert held.latent_keys is not None and A is not None and mean is not None
     (B, H, L, D), G = mean.shape, index_BGX.shape[1]
-    k_BHXL = in_dtype(_at(held.latent_keys, index_BGX), A.dtype)
+    k_BHXL = plain(_at(held.latent_keys, index_BGX), A.dtype)
     if held.log_decay is not None:
         k_BHXL = k_BHXL + _at(held.log_decay, index_BGX)
     k_BHXL = torch.where(_of_heads(read_BGX, k_BHXL), k_BHXL, -torch.inf)
-    v_BGXD = in_dtype(_at(held.values, index_BGX), A.dtype)
+    v_BGXD = plain(_at(held.values, index_BGX), A.dtype)
     v_BGXD = torch.where(read_BGX[..., None], v_BGXD, 0.0)
     top = torch.maximum(A, k_BHXL.amax(2))
     top = torch.where(torch.isneginf(top), 0.0, top)
@@ -328,7 +331,9 @@ def _put(
     for x, new in zip(held, (k, v, comparable(score), position, latent_k, decay), strict=True):
         if x is None or new is None:
             continue
-        new = in_dtype(new, x.dtype).unsqueeze(2)
+        packed = x.dtype == torch.uint8
+        new = pack(in_dtype(new, v.dtype)) if packed else in_dtype(new, x.dtype)
+        new = new.unsqueeze(2)
         index = slot.view(*slot.shape, *[1] * (x.ndim - 3)).expand(new.shape)
         if real is not None:
             new = torch.where(real.view(-1, *[1] * (x.ndim - 1)), new, x.gather(2, index))

@@ -20,15 +20,17 @@
 #define LATTE_KEPT_STEP
 
 #include <memory>
+#include <type_traits>
 
 #include "step_checks.h"
 
 namespace latte {
 
 struct KeptStep {
-    Tensor latent_q, latent_k, q, k, v;        // (B,H,L+1), (B,H,L), (B,H,K), (B,G,K), (B,G,D)
-    Tensor score, log_mass, mean, log_decay;   // (B,G), (B,H,L), (B,H,L,D), (B,H,L) or (H,L)
-    Tensor keys, values, scores, positions;    // (B,G,M,K), (B,G,M,D), (B,G,M), (B,G,M) int64
+    Tensor latent_q, latent_k, q, k, v;       // (B,H,L+1), (B,H,L), (B,H,K), (B,G,K), (B,G,D)
+    Tensor score, log_mass, mean, log_decay;  // (B,G), (B,H,L), (B,H,L,D), (B,H,L) or (H,L)
+    Tensor keys, values, scores, positions;   // (B,G,M,K), (B,G,M,D), (B,G,M), (B,G,M) int64
+    // Keys, values and latent keys: of any dtype, or rows of 8 bits (mxint8.h).
     Tensor latent_keys, decays;                // (B,H,M,L): sums of log-decays since it left
     Tensor seen, cos, sin, real;               // (B,) int64; (B or 1, 1, 1 or 2, K/2); (B,)
     double scale = 1.0, softcap = 0.0;         // 0: none
@@ -36,6 +38,7 @@ struct KeptStep {
     Tensor sink_keys, sink_values, sink_cos, sink_sin;  // (B,G,n,K), (B,G,n,D); as cos and sin
     Tensor out;                                         // (B,H,D)
 
+    bool packed() const { return keys.dtype == aoti_torch_dtype_uint8(); }
     bool latents() const { return bool(mean); }
     int64_t slots() const { return keys.sizes[2]; }
     int64_t sinks() const { return sink_keys.size(2); }
@@ -71,13 +74,21 @@ static void check_call(const Expect& expect, const KeptStep& step) {
     const int64_t H = step.heads(), K = step.q.sizes[2], n = step.sinks();
     expect.that(G >= 1 && H % G == 0, "the heads of v must divide those of the queries");
     expect(step.k, "k", dtype, {B, G, K}), expect(step.score, "score", FLOATS, {B, G});
-    expect(step.keys, "keys", dtype, {B, G, ANY, K}, Layout::contiguous);
+    const bool packed = step.packed();
+    auto rows = [&](const Tensor& x, const char* name, int64_t heads, int64_t slots, int64_t width,
+                    int32_t plain) {
+        if (packed)
+            expect(x, name, step.keys.dtype, {B, heads, slots, width + (width + 31) / 32},
+                   Layout::contiguous);
+        else expect(x, name, plain, {B, heads, slots, width}, Layout::contiguous);
+    };
+    rows(step.keys, "keys", G, ANY, K, dtype);
     const int64_t M = step.slots();
     const bool fits = step.count >= 0 && step.count <= M && step.window >= 1 && step.window <= M &&
                       step.block >= 1 && step.block <= M;
     expect.that(fits && M == step.count + step.window + step.block - 1,
                 "keys must have count + window + block - 1 slots, with window and block from 1 on");
-    expect(step.values, "values", dtype, {B, G, M, D}, Layout::contiguous);
+    rows(step.values, "values", G, M, D, dtype);
     expect(step.scores, "scores", wide(step.v), {B, G, M}, Layout::contiguous);
     expect(step.positions, "positions", whole, {B, G, M}, Layout::contiguous);
     expect(step.seen, "seen", whole, {B}, Layout::contiguous);
@@ -98,7 +109,7 @@ static void check_call(const Expect& expect, const KeptStep& step) {
     expect(step.log_mass, "log_mass", wide(step.v), {B, H, L}, Layout::contiguous);
     expect(step.latent_q, "latent_q", FLOATS, {B, H, L + 1});
     expect(step.latent_k, "latent_k", FLOATS, {B, H, L});
-    expect(step.latent_keys, "latent_keys", FLOATS, {B, H, M, L}, Layout::contiguous);
+    rows(step.latent_keys, "latent_keys", H, M, L, FLOATS);
     expect(step.decays, "decays", wide(step.v), {B, H, M, L}, Layout::contiguous);
     if (step.log_decay.dims == 2) expect(step.log_decay, "log_decay", FLOATS, {H, L});
     else expect(step.log_decay, "log_decay", FLOATS, {B, H, L});
@@ -139,6 +150,14 @@ static Register registered_kept("cpu_kept_step", take_kept_step);
 
 #include "rows.h"
 #include "step_rows.h"
+#include "mxint8.h"
+
+// Calls work(R{}), R the elements of the rows of a tensor of slots.
+template <class Work>
+LATTE_INLINE void by_rows(const Tensor& x, const Work& work) {
+    if (x.dtype == aoti_torch_dtype_uint8()) work(mxint8{});
+    else by_dtype(x.type(), work);
+}
 
 // Applies a token's decay to a group's latents, and to the sources that have left the window.
 template <class T>
@@ -171,7 +190,7 @@ static void forget(const KeptStep& step, int64_t b, int64_t g, T* decay) {
 }
 
 // The latents of a group's heads read the sources in these slots.
-template <class S, class T>
+template <class R, class T>
 static void read_sources(const KeptStep& step, int64_t b, int64_t g,
                          const std::vector<int64_t>& slots) {
     const int64_t L = step.mean.sizes[2], D = step.mean.sizes[3], X = int64_t(slots.size());
@@ -180,7 +199,7 @@ static void read_sources(const KeptStep& step, int64_t b, int64_t g,
     const std::vector<T> memory =
         divided<T>({{&values, X * D}, {&logits, L * room}, {&moved, std::max(L, D)}});
     for (int64_t x = 0; x < X; ++x)
-        gather(KeptStep::row_of<S>(step.values, b, g, slots[size_t(x)]), 1, D, values + x * D);
+        read_row(KeptStep::row_of<R>(step.values, b, g, slots[size_t(x)]), D, values + x * D);
     for (int64_t head = g * step.share(); head < (g + 1) * step.share(); ++head) {
         T* log_mass = step.log_mass.at<T>() + (b * step.heads() + head) * L;
         T* mean = step.mean.at<T>() + (b * step.heads() + head) * L * D;
@@ -188,7 +207,11 @@ static void read_sources(const KeptStep& step, int64_t b, int64_t g,
         for (int64_t l = 0; l < L; ++l) logits[l * room] = log_mass[l];
         for (int64_t x = 0; x < X; ++x) {
             const int64_t at = (b * step.heads() + head) * step.slots() + slots[size_t(x)];
-            gather(step.latent_keys, at * L, 1, L, moved);
+            by_rows(step.latent_keys, [&](auto r) {
+                using Row = decltype(r);
+                read_row(KeptStep::row_of<Row>(step.latent_keys, b, head, slots[size_t(x)]), L,
+                         moved);
+            });
             const T* sums = step.decays ? step.decays.at<T>() + at * L : nullptr;
             for (int64_t l = 0; l < L; ++l)
                 logits[l * room + 1 + x] = moved[l] + (sums ? sums[l] : T(0));
@@ -207,7 +230,7 @@ static void read_sources(const KeptStep& step, int64_t b, int64_t g,
 }
 
 // A source of one group moves to another slot.
-template <class S, class T>
+template <class T>
 static void move_source(const KeptStep& step, int64_t b, int64_t g, int64_t from, int64_t to) {
     auto copy = [&](const Tensor& x, int64_t head) {
         const int64_t bytes = x.sizes[3] * x.bytes_each();
@@ -224,7 +247,7 @@ static void move_source(const KeptStep& step, int64_t b, int64_t g, int64_t from
 }
 
 // Sources leave the window. Those with the largest scores are kept; of equal scores, the later.
-template <class S, class T>
+template <class R, class T>
 static void update(const KeptStep& step, int64_t b, int64_t g) {
     constexpr T lowest = -std::numeric_limits<T>::infinity();
     const int64_t last = step.place(b) - step.window;
@@ -248,32 +271,29 @@ static void update(const KeptStep& step, int64_t b, int64_t g) {
         go.insert(go.end(), end, stay.end());
         stay.erase(end, stay.end());
     }
-    if (step.latents() && !go.empty()) read_sources<S, T>(step, b, g, go);
+    if (step.latents() && !go.empty()) read_sources<R, T>(step, b, g, go);
     for (int64_t slot : go) clear(slot);
     int64_t to = 0;
     for (int64_t slot : stay) {
         if (slot < step.count) continue;
         while (places[to] >= 0) ++to;
-        move_source<S, T>(step, b, g, slot, to);
+        move_source<T>(step, b, g, slot, to);
         clear(slot);
     }
 }
 
 // Puts the token into its slot of the ring, and among the sinks if it is one.
-template <class S, class T>
+template <class S, class R, class T>
 static void put(const KeptStep& step, int64_t b, int64_t g, T* x) {
     const int64_t place = step.place(b), n = step.sinks(), L = step.mean.size(2);
     const int64_t K = step.k.sizes[2], D = step.v.sizes[2];
     const int64_t slot = step.count + place % (step.slots() - step.count);
-    auto write = [&](int64_t size, S* to) {
-        for (int64_t c = 0; c < size; c += width<T>)
-            store(to + c, load(x + c, 1, size - c), size - c);
-    };
     row<S>(step.k, b, g, x), rotate(step.cos, step.sin, b, x);
-    write(K, KeptStep::row_of<S>(step.keys, b, g, slot));
-    if (place < n) write(K, KeptStep::row_of<S>(step.sink_keys, b, g, place));
-    row<S>(step.v, b, g, x), write(D, KeptStep::row_of<S>(step.values, b, g, slot));
-    if (place < n) write(D, KeptStep::row_of<S>(step.sink_values, b, g, place));
+    if (place < n) write_row<S>(x, K, KeptStep::row_of<S>(step.sink_keys, b, g, place));
+    write_row<S>(x, K, KeptStep::row_of<R>(step.keys, b, g, slot));
+    row<S>(step.v, b, g, x);
+    if (place < n) write_row<S>(x, D, KeptStep::row_of<S>(step.sink_values, b, g, place));
+    write_row<S>(x, D, KeptStep::row_of<R>(step.values, b, g, slot));
     const int64_t at = (b * step.groups() + g) * step.slots() + slot;
     const T score = number_at<T>(step.score, b * step.score.strides[0] + g * step.score.strides[1]);
     step.scores.at<T>()[at] = score == score ? score : -std::numeric_limits<T>::infinity();
@@ -281,10 +301,9 @@ static void put(const KeptStep& step, int64_t b, int64_t g, T* x) {
     if (!step.latents()) return;
     for (int64_t head = g * step.share(); head < (g + 1) * step.share(); ++head) {
         logits_of(step.latent_k, b, head, x);
-        by_dtype(step.latent_keys.type(), [&](auto s) {
-            using Key = decltype(s);
-            Key* to = KeptStep::row_of<Key>(step.latent_keys, b, head, slot);
-            for (int64_t l = 0; l < L; ++l) narrow(typename Computed<Key>::type(x[l]), to[l]);
+        by_rows(step.latent_keys, [&](auto r) {
+            using Row = decltype(r);
+            write_row<S>(x, L, KeptStep::row_of<Row>(step.latent_keys, b, head, slot));
         });
         if (!step.decays) continue;
         T* sums = KeptStep::row_of<T>(step.decays, b, head, slot);
@@ -293,12 +312,12 @@ static void put(const KeptStep& step, int64_t b, int64_t g, T* x) {
 }
 
 // Writes the buffers of one group for the token.
-template <class S, class T>
+template <class S, class R, class T>
 static void take_in(const KeptStep& step, int64_t b, int64_t g, T* x) {
     if (!step.is_real(b)) return;
     if (step.log_decay) forget(step, b, g, x);
-    if (step.is_due(b)) update<S, T>(step, b, g);
-    put<S>(step, b, g, x);
+    if (step.is_due(b)) update<R, T>(step, b, g);
+    put<S, R>(step, b, g, x);
 }
 
 // Number of heads that attend together and so read keys and values once. Their sums stay in
@@ -312,8 +331,8 @@ struct Head {
 };
 
 // products() of several heads with the same rows, written to their logits.
-template <int heads, class S, class T>
-static void products_of(const Head<T>* each, const S* rows, int64_t size, int64_t count,
+template <int heads, class R, class T>
+static void products_of(const Head<T>* each, const R* rows, int64_t size, int64_t count,
                         const bool* wanted) {
     using Numbers = typename Raw<T>::numbers;
     constexpr int64_t together = half_width<T>, lane = lane_width<T>, groups = together / lane;
@@ -327,16 +346,17 @@ static void products_of(const Head<T>* each, const S* rows, int64_t size, int64_
 #pragma GCC unroll 4
                 for (int64_t i = 0; i < lane; ++i) sums[h][i] = V<T>{};
             const int64_t at = j + g * lane;
-            const S* row[lane];
+            const R* row[lane];
 #pragma GCC unroll 4
-            for (int64_t i = 0; i < lane; ++i) row[i] = rows + std::min(at + i, count - 1) * size;
+            for (int64_t i = 0; i < lane; ++i)
+                row[i] = rows + std::min(at + i, count - 1) * row_size<R>(size);
             for (int64_t c = 0; c < size; c += width<T>) {
                 V<T> x[heads];
 #pragma GCC unroll 4
                 for (int h = 0; h < heads; ++h) x[h] = load_all(each[h].q + c);
 #pragma GCC unroll 4
                 for (int64_t i = 0; i < lane; ++i) {
-                    const V<T> key = load(row[i] + c, 1, size - c);
+                    const V<T> key = load_row<T>(row[i], size, c);
 #pragma GCC unroll 4
                     for (int h = 0; h < heads; ++h) sums[h][i] = sums[h][i] + x[h] * key;
                 }
@@ -358,8 +378,8 @@ static void products_of(const Head<T>* each, const S* rows, int64_t size, int64_
 }
 
 // add_rows() of several heads with the same rows, from 0 on. Only wanted rows are read.
-template <int heads, class S, class T>
-static void add_rows_of(const Head<T>* each, const S* rows, int64_t size, int64_t count,
+template <int heads, class R, class T>
+static void add_rows_of(const Head<T>* each, const R* rows, int64_t size, int64_t count,
                         const bool* wanted) {
     in_columns<T>(size, [&](auto vectors_of, int64_t c) {
         constexpr int N = vectors_of > 2 ? 2 : vectors_of;
@@ -369,13 +389,12 @@ static void add_rows_of(const Head<T>* each, const S* rows, int64_t size, int64_
             for (int h = 0; h < heads; ++h)
 #pragma GCC unroll 4
                 for (int n = 0; n < N; ++n) sums[h][n] = V<T>{};
-            const S* at = rows + c;
-            for (int64_t j = 0; j < count; ++j, at += size) {
+            const R* at = rows;
+            for (int64_t j = 0; j < count; ++j, at += row_size<R>(size)) {
                 if (!wanted[j]) continue;
 #pragma GCC unroll 4
                 for (int n = 0; n < N; ++n) {
-                    const V<T> value =
-                        N > 1 ? load_all(at + n * width<T>) : load(at + n * width<T>, 1, size - c);
+                    const V<T> value = load_row<T>(at, size, c + n * width<T>);
 #pragma GCC unroll 4
                     for (int h = 0; h < heads; ++h)
                         sums[h][n] = sums[h][n] + value * each[h].logits[j];
@@ -400,7 +419,7 @@ LATTE_INLINE void of_heads(int64_t count, const Work& work) {
 }
 
 // One softmax of some heads of a group over its slots, the sinks that have left, and the latents.
-template <class S, class T>
+template <class S, class R, class T>
 static void attend(const KeptStep& step, int64_t b, int64_t first, int64_t count, const bool* seen,
                    const Head<T>* heads) {
     constexpr T lowest = -std::numeric_limits<T>::infinity();
@@ -408,8 +427,8 @@ static void attend(const KeptStep& step, int64_t b, int64_t first, int64_t count
     const int64_t L = step.mean.size(2), g = first / step.share();
     const int64_t place = step.place(b), begun = place - place % step.block - step.window;
     const int64_t gone = std::clamp<int64_t>(begun + 1, 0, n), exact = M + gone;
-    const S* keys = KeptStep::row_of<S>(step.keys, b, g, 0);
-    const S* values = KeptStep::row_of<S>(step.values, b, g, 0);
+    const R* keys = KeptStep::row_of<R>(step.keys, b, g, 0);
+    const R* values = KeptStep::row_of<R>(step.values, b, g, 0);
     of_heads(count, [&](auto together) { products_of<together>(heads, keys, K, M, seen); });
     // Latents that have read no source have no weight.
     const T* masses = step.log_mass.at<T>() + (b * step.heads() + g * step.share()) * L;
@@ -450,7 +469,7 @@ static void attend(const KeptStep& step, int64_t b, int64_t first, int64_t count
     }
 }
 
-template <class S, class T>
+template <class S, class Row, class T>
 static void attend_parts(const KeptStep& step, int64_t begin, int64_t end) {
     const int64_t K = step.q.sizes[2], D = step.v.sizes[2], M = step.slots(), n = step.sinks();
     const int64_t L = step.mean.size(2), R = step.share(), parts = (R + TOGETHER - 1) / TOGETHER;
@@ -475,11 +494,11 @@ static void attend_parts(const KeptStep& step, int64_t begin, int64_t end) {
             }
             rotate(step.cos, step.sin, b, heads[h].q);
         }
-        attend<S>(step, b, first, count, seen.get(), heads);
+        attend<S, Row>(step, b, first, count, seen.get(), heads);
     }
 }
 
-template <class S>
+template <class S, class Row>
 static void run_as(const KeptStep& step) {
     using T = typename Computed<S>::type;
     const int64_t B = step.v.sizes[0], G = step.groups(), K = step.q.sizes[2], D = step.v.sizes[2];
@@ -492,15 +511,18 @@ static void run_as(const KeptStep& step) {
                  T* x;
                  const std::vector<T> memory = divided<T>({{&x, std::max({K, D, L})}});
                  for (int64_t task = begin; task < end; ++task)
-                     take_in<S>(step, task / G, task % G, x);
+                     take_in<S, Row>(step, task / G, task % G, x);
              });
     const int64_t work = std::min<int64_t>(R, TOGETHER) * (M + step.sinks() + L) * (K + D);
     parallel(B * G * ((R + TOGETHER - 1) / TOGETHER), 1 + 40000 / (1 + work),
-             [&](int64_t begin, int64_t end) { attend_parts<S, T>(step, begin, end); });
+             [&](int64_t begin, int64_t end) { attend_parts<S, Row, T>(step, begin, end); });
 }
 
 static void run(const KeptStep& step) {
-    by_dtype(step.v.type(), [&](auto s) { run_as<decltype(s)>(step); });
+    by_dtype(step.v.type(), [&](auto s) {
+        if (step.packed()) run_as<decltype(s), mxint8>(step);
+        else run_as<decltype(s), decltype(s)>(step);
+    });
 }
 
 #endif

@@ -164,7 +164,10 @@ struct Tensor {
     void clear() const {
         if (bytes()) std::memset(data, 0, size_t(bytes()));
     }
-    int64_t bytes_each() const { return type() == Type::F64 ? 8 : type() == Type::F32 ? 4 : 2; }
+    int64_t bytes_each() const {
+        if (dtype == aoti_torch_dtype_uint8()) return 1;
+        return type() == Type::F64 ? 8 : type() == Type::F32 ? 4 : 2;
+    }
     Type type() const {
         if (dtype == aoti_torch_dtype_float32()) return Type::F32;
         if (dtype == aoti_torch_dtype_float64()) return Type::F64;
