@@ -32,15 +32,8 @@ def packed_width(width: int) -> int:
 def pack(x: Tensor) -> Tensor:
     """Rows of numbers (..., n) of any floating-point dtype as uint8 (..., n + ceil(n / 32))."""
     n = x.shape[-1]
-    x = x.detach().to(computation_dtype(x.dtype))
-    blocks = F.pad(x, (0, -n % BLOCK)).unflatten(-1, (-1, BLOCK))
-    top = blocks.abs().amax(-1).float().view(torch.int32)
-    exponents = (top >> 23).clamp_min(LEAST)
-    # 2^(6 - e): the bits of its exponent are 127 + 6 - (stored - 127).
-    factor = ((2 * 127 + STEP - exponents) << 23).view(torch.float32)
-    integers = (blocks * factor[..., None]).round().nan_to_num(0.0).clamp(-127, 127)
-    integers = integers.to(torch.int8).flatten(-2)[..., :n]
-    exponents = exponents.masked_fill(top == 0, 0)
+    integers, exponents = _integers(x.detach())
+    integers = integers.nan_to_num_(0.0).to(torch.int8).flatten(-2)[..., :n]
     return torch.cat([integers.view(torch.uint8), exponents.to(torch.uint8)], -1)
 
 
@@ -48,17 +41,34 @@ def unpack(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers (..., n) of packed rows, in a floating-point dtype."""
     width = rows.shape[-1]
     n = width - -(-width // (BLOCK + 1))
-    exponents = rows[..., n:].to(torch.int32)
-    scale = ((exponents.clamp_min(LEAST) - STEP) << 23).view(torch.float32)
-    scale = torch.where(exponents == NAN, torch.nan, scale)
+    scale = _scale(rows[..., n:].to(torch.int32)).repeat_interleave(BLOCK, -1)[..., :n]
     integers = rows[..., :n].contiguous().view(torch.int8).to(torch.float32)
-    return (integers * scale.repeat_interleave(BLOCK, -1)[..., :n]).to(dtype)
+    return (integers * scale).to(dtype)
 
 
 def rounded(x: Tensor) -> Tensor:
     """The nearest numbers of the format, in the dtype of x. The gradient is that of x."""
-    near = unpack(pack(x), x.dtype)
+    integers, exponents = _integers(x.detach())
+    near = integers.mul_(_scale(exponents)[..., None]).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
     return x + (near - x).detach() if x.requires_grad else near
+
+
+def _integers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The integers of each block (..., blocks, 32), as floating-point numbers, and its exponent."""
+    x = x.to(computation_dtype(x.dtype))
+    blocks = F.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    top = blocks.abs().amax(-1).float()
+    exponents = (top.view(torch.int32) >> 23).clamp_min(LEAST)
+    # 2^(6 - e): the bits of its exponent are 127 + 6 - (stored - 127).
+    factor = ((2 * 127 + STEP - exponents) << 23).view(torch.float32)
+    integers = (blocks * factor[..., None]).round_().clamp_(-127, 127)
+    return integers, exponents.masked_fill(top == 0, 0)
+
+
+def _scale(exponents: Tensor) -> Tensor:
+    """What an integer of 1 is worth, in fp32, by the stored exponent (int32)."""
+    scale = ((exponents.clamp_min(LEAST) - STEP) << 23).view(torch.float32)
+    return torch.where(exponents == NAN, torch.nan, scale)
 
 
 def plain(x: Tensor, dtype: torch.dtype) -> Tensor:
