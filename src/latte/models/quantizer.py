@@ -30,7 +30,6 @@ from latte.layers.quantised import (
     QuantisedLinear,
     quantisable,
 )
-from latte.models.huge_pages import use_huge_pages
 from latte.ops.quantised import FORMATS, GROUP, Integers, fits, quantise
 
 METHOD = "latte"
@@ -221,7 +220,6 @@ def _prepare(model: Any) -> None:
             module.block = orders[id(module.weight)]
         module.prepare()
         orders[id(module.weight)] = module.block
-    use_huge_pages(model.parameters())
     if any(module.weight.is_cpu and not module.block for module in modules):
         warnings.warn(
             "the weights are in 4 and 8 bits, and there is no fast kernel for all of them on this"

@@ -1,4 +1,4 @@
-"""Weights in huge pages keep their numbers, each in a storage of its own."""
+"""Weights in memory of their own keep their numbers, and lie in huge pages."""
 
 import mmap
 import pickle
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from latte.models.huge_pages import PAGE, use_huge_pages
+from latte.models.own_memory import PAGE, own_memory
 
 NEEDS = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux gives them")
 
@@ -19,11 +19,12 @@ def test_tensors_are_next_to_each_other_in_huge_pages():
     moved = [large, integers, torch.empty(0, 3), torch.randn(5).double()]
     apart = torch.randn(4, 6).t()
     before, place = [x.detach().clone() for x in (*moved, apart)], apart.data_ptr()
-    use_huge_pages([*moved, apart])
+    own_memory([*moved, apart])
     for x, numbers in zip((*moved, apart), before, strict=True):
         assert torch.equal(x, numbers)
     first = large.data_ptr()
-    assert first % PAGE == 0 and apart.data_ptr() == place
+    assert first % PAGE == 0 and apart.data_ptr() != place
+    assert apart.stride() == (1, 6)
     assert integers.data_ptr() == first + 2_800_000 and moved[3].data_ptr() % 64 == 0
     for x in (large, integers, moved[3]):
         assert x.untyped_storage().nbytes() == x.nbytes  # as files of weights are written
@@ -48,8 +49,9 @@ def flags_of(address):
 
 
 @NEEDS
-def test_few_bytes_stay_where_they_are():
+def test_few_bytes_need_no_page_of_their_own():
     small = torch.randn(1000)
-    place = small.data_ptr()
-    use_huge_pages([small])
-    assert small.data_ptr() == place
+    numbers, place = small.clone(), small.data_ptr()
+    own_memory([small])
+    assert small.data_ptr() != place and torch.equal(small, numbers)
+    assert "hg" not in flags_of(small.data_ptr())
