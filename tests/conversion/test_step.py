@@ -3,6 +3,8 @@
 That they give the results of the whole sequence is a law in ``tests/models/test_laws.py``.
 """
 
+import copy
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -103,3 +105,20 @@ def test_all_layers_are_one_kernel_until_a_part_is_hooked(part):
     found.append(read(model, cache, ids[:, 15:]))
     assert len(calls) == 1
     torch.testing.assert_close(torch.cat(found, 1), whole[:, 14:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(cpp_backend.ABSENT is not None, reason=str(cpp_backend.ABSENT))
+def test_weights_that_have_moved_in_memory_are_read():
+    """One call for all layers looks at weights once, until their memory is another."""
+    kept = {"kept_tokens": 4, "kept_block": 2, "local_window": 4, "joint_softmax": True}
+    model, ids = converted("llama", **BOTH, **kept).float(), tokens(16, 1)
+    cache = LatteCache(model.config)
+    read(model, cache, ids[:, :13])
+    read(model, cache, ids[:, 13:14])
+    twins = [copy.deepcopy(cache) for _ in range(2)]
+    before = read(model, twins[0], ids[:, 14:15])
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = 1.5 * weight.data
+    found = read(model, cache, ids[:, 14:15])
+    assert not torch.equal(found, before)
+    torch.testing.assert_close(found, read(copy.deepcopy(model), twins[1], ids[:, 14:15]))

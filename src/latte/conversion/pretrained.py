@@ -23,6 +23,7 @@ from latte.models.hub import (
     reason,
     unreachable,
 )
+from latte.models.own_memory import own_memory
 from latte.models.parameters import number_of_parameters, number_of_weights
 
 MULTIMODAL = ("gemma3",)
@@ -440,16 +441,14 @@ def summary(model: Any) -> str:
     )
 
 
-@torch.no_grad()
 def own_weights(model: Any) -> Any:
     """Copy parameters and buffers into memory of their own, in place; returns the model.
 
     Weights that ``from_pretrained`` need not convert stay views of the mapped file. They are not
     aligned, are in small pages, and are read from the file again when memory is short. Steps of
-    decoding read every weight, and are slower then. Only one tensor at a time is in memory twice.
+    decoding read every weight, and are slower then.
     """
-    for tensor in (*model.parameters(), *model.buffers()):  # tied ones are given once
-        tensor.data = tensor.data.clone()
+    own_memory((*model.parameters(), *model.buffers()))  # tied ones are given once
     return model
 
 

@@ -303,14 +303,12 @@ class WholeStep(NamedTuple):
 
     Attributes:
         layers: Number of layers.
-        tensors: As for :func:`latte.ops.decoding.layers`; None if some layer makes other calls.
-        numbers: As for :func:`latte.ops.decoding.layers`.
+        call: The layers; None if some layer makes other calls.
         tables: Rotary tables, by their keys, which a token's are copied to.
     """
 
     layers: int
-    tensors: list[Tensor | None] | None = None
-    numbers: Any = None
+    call: decoding.Layers | None = None
     tables: Any = None
 
     @classmethod
@@ -334,16 +332,16 @@ class WholeStep(NamedTuple):
                 return none
             for x in (*begin, *kept, *end):
                 (tensors if x is None or isinstance(x, Tensor) else numbers).append(x)
-        found = torch.tensor(numbers, dtype=torch.float64)
-        return cls(len(layers), tensors, found, tables)
+        call = decoding.Layers(tensors, torch.tensor(numbers, dtype=torch.float64))
+        return cls(len(layers), call, tables)
 
     def run(self, x_BE: Tensor, rotary: Any) -> Tensor:
         """Hidden states (B, E) after all layers."""
-        assert self.tensors is not None
+        assert self.call is not None
         for key, table in self.tables.items():
             for place, x in zip(_angles(table), _angles(rotary[key]), strict=True):
                 place.copy_(x)
-        return decoding.layers(x_BE.contiguous(), self.tensors, self.numbers)
+        return self.call(x_BE.contiguous())
 
 
 def _angles(table: Rotary) -> tuple[Tensor, ...]:
@@ -396,7 +394,7 @@ def run_layers(
         whole = wholes.get(context)
         if whole is None or whole.layers != len(layers):
             whole = wholes[context] = WholeStep.of(layers, x_BE, states, rotary)
-        if whole.tensors is not None:
+        if whole.call is not None:
             return whole.run(x_BE, rotary)
     for parts, state in zip(layers, states, strict=False):
         if hidden_states is not None:

@@ -167,7 +167,7 @@ def embed(table: nn.Module, input_ids: Any) -> Tensor:
         return table(input_ids)
     try:
         return table(input_ids)
-    except IndexError:  # PyTorch's own message does not name the id
+    except (IndexError, ValueError):  # PyTorch's own message does not name the id
         entries = getattr(table, "num_embeddings", 0)
         wrong = input_ids[(input_ids < 0) | (input_ids >= entries)]
         if not wrong.numel():

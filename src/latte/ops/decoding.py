@@ -9,6 +9,7 @@ Shape suffixes: B batch, E width, M outputs, N blocks, P channels per block.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -176,17 +177,25 @@ def layer_end(x: Tensor, residual: Tensor, *arguments: Any) -> Tensor:
     return torch.ops.latte.cpu_layer_end(x, residual, *arguments)
 
 
-def layers(x: Tensor, tensors: Sequence[Tensor | None], numbers: Tensor) -> Tensor:
-    """x (B, E) after all layers, each with kept tokens, from their calls' constant arguments.
+class Layers:
+    """All layers of a model, each with kept tokens, in one call for each token.
 
     A layer calls :func:`layer_begin`, the native :func:`latte.ops.kept_step.kept_step` and
     :func:`layer_end`, each with results of those before.
 
     Args:
-        tensors: All other tensors of these calls, in order. States are overwritten.
+        tensors: All other tensors of these calls, in order. They are held; states are overwritten.
         numbers: All other numbers and flags, fp64.
     """
-    return torch.ops.latte.cpu_layers(x, tensors, numbers)
+
+    def __init__(self, tensors: Sequence[Tensor | None], numbers: Tensor) -> None:
+        ops = torch.ops.latte
+        self._held = ops.cpu_layers_hold(tensors, numbers)
+        weakref.finalize(self, ops.cpu_layers_drop, self._held).atexit = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (B, E) after all layers."""
+        return torch.ops.latte.cpu_layers(x, self._held)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

@@ -231,6 +231,9 @@ class Matrix(NamedTuple):
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """The dequantised weights of the outputs with these numbers (...,), (..., K)."""
+        native = ids.dtype == torch.int64 and self.kind == "int8" and dtype == self.scales.dtype
+        if native and self.is_native(self.scales.data):
+            return torch.ops.latte.cpu_quantised_rows(ids.contiguous(), self.weight, self.scales)
         q = self.weight[ids] if not self.block else self._panel_rows(ids)
         if self.kind == "int8":
             scales = self.scales[:, ids].movedim(0, -1).to(dtype)

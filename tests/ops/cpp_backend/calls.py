@@ -39,6 +39,7 @@ from tests.ops.helpers import threads
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 ops: Any = torch.ops.latte
+HELD: list[decoding.Layers] = []  # so that their raw calls can be made again
 
 
 class Draw:
@@ -366,8 +367,12 @@ def quantised(draw: Draw) -> list[Tensor]:
     x = draw.uniform(*shape, K).to(draw.dtype)
     gate, up, down = (matrix(*size) for size in sizes)
     norm = draw.uniform(K).to(draw.dtype), 1e-6, 1.0
+    rows = quantise(draw.uniform(M - 13, K).float(), "int8")
+    picked = ordered(rows.weight, PANEL), rows.scales.to(dtype)
+    ids = torch.tensor([[M - 14, 0, 5]] * draw.one(0, 2), dtype=torch.long)
     with torch.no_grad():
         return [
+            ops.cpu_quantised_rows(ids, *picked),
             *decoding.quantised_maps(x, *gate),
             *decoding.quantised_maps(x, *gate, *up),
             *decoding.quantised_maps(x, *gate, *up, *matrix(M - 13, K)),
@@ -441,12 +446,13 @@ def whole_layers(draw: Draw) -> list[Tensor]:
         calls += plain(E, 4 * H), None, plain(E), 1e-6, 0.0, *maps(E, E, E), draw.often()
         for x in calls:
             (tensors if x is None or isinstance(x, Tensor) else numbers).append(x)
-    outs = []
+    outs, run = [], decoding.Layers(tensors, torch.tensor(numbers, dtype=F64))
+    HELD.append(run)
     for _ in range(9):
         with torch.no_grad():
-            x = draw.uniform(B, E).to(draw.dtype)
-            outs.append(decoding.layers(x, tensors, torch.tensor(numbers, dtype=F64)))
+            outs.append(run(draw.uniform(B, E).to(draw.dtype)))
         seen += 1
+    ops.cpu_layers_drop(torch.tensor([-1.0], dtype=F64))  # of none
     return [*outs, *states]
 
 

@@ -36,6 +36,7 @@ FREE = re.compile(
     r"|cpu_layer_\w+ \w+_scales (float|double)"
     r"|cpu_quantised\w* (x (float|double|one dimension|dimension [01]))"
     r"|cpu_quantised\w* \w*scales\d? (float|double|dimension 1)"  # 17 to 32 outputs fill 32 rows
+    r"|cpu_quantised_rows ids (one dimension (more|less)|no dimension|dimension [01])"
     r"|cpu_rotate x (float|dimension [02])"
     r"|cpu_\w+_step (latent_[qk]|log_decay) (float|double|one dimension less)"
     r"|cpu_kept_step (score|latent_keys) (float|double)"

@@ -444,7 +444,8 @@ static void apply_latents(Latents& op) {
         maps.weights[m] = std::move(op.weights[m]), maps.outs[m] = std::move(op.outs[m]);
     if (op.up) maps.weights[2] = std::move(op.up), maps.outs[2] = std::move(op.hidden);
     apply_maps(maps, x);
-    for (int m : {0, 1}) op.outs[m] = std::move(maps.outs[m]);
+    for (int m : {0, 1})
+        op.weights[m] = std::move(maps.weights[m]), op.outs[m] = std::move(maps.outs[m]);
     if (op.bias) {
         const int64_t H = op.heads, L = op.outs[0].sizes[2];
         for (int64_t r = 0; r < R; ++r)

@@ -26,6 +26,11 @@
 namespace latte {
 
 constexpr int64_t PANEL = 16, GROUP = 32;
+struct Picked {
+    Tensor ids, out;  // (...), (..., K)
+    Integers map;     // of 8 bits
+};
+
 constexpr int64_t INTEGERS = 65536;  // of a matrix: the fewest for which another thread saves time
 
 }  // namespace latte
@@ -116,6 +121,25 @@ static void quantised_mlp(StableIValue* arguments, uint64_t, uint64_t) {
     stack.give(op.outs[0]);
 }
 
+// (ids, weight, scales) -> rows of the matrix, (..., K)
+static void quantised_rows(StableIValue* arguments, uint64_t, uint64_t) {
+    Stack stack(arguments);
+    Picked op;
+    op.ids = stack.tensor();
+    Integers map = integers(stack);
+    const Expect expect("cpu_quantised_rows");
+    expect(op.ids, "ids", aoti_torch_dtype_int64(), op.ids, Layout::contiguous);
+    expect.that(map.weight.dims == 2 && map.scales.dims == 2, "scales must have two dimensions");
+    check_integers(expect, map, map.weight.sizes[1]);
+    expect.between(op.ids, "ids", 0, map.outputs() - 1);
+    std::vector<int64_t> shape(op.ids.sizes, op.ids.sizes + op.ids.dims);
+    shape.push_back(map.inputs());
+    op.out = Tensor::empty(shape.data(), int64_t(shape.size()), map.scales.dtype);
+    op.map = std::move(map);
+    LATTE_CHOOSE(run_rows)(op);
+    stack.give(op.out);
+}
+
 void run(Products& op) { LATTE_CHOOSE(run_products)(op); }
 void run_network(Products& op) { LATTE_CHOOSE(run_mlp)(op); }
 
@@ -123,6 +147,7 @@ static Register registered_quantised("cpu_quantised", quantised<1>);
 static Register registered_quantised2("cpu_quantised2", quantised<2>);
 static Register registered_quantised3("cpu_quantised3", quantised<3>);
 static Register registered_quantised_add("cpu_quantised_add", quantised_add);
+static Register registered_quantised_rows("cpu_quantised_rows", quantised_rows);
 static Register registered_quantised_mlp("cpu_quantised_mlp", quantised_mlp);
 
 }  // namespace latte
@@ -257,12 +282,11 @@ static void four_panel(const uint8_t* weights, const S* scales, int64_t N, const
         __m512i low[4], high[4];
 #pragma GCC unroll 4
         for (int c = 0; c < 4; ++c) {
-            if (count == 1) __builtin_prefetch(weights + 64 * c + 4096);
             const __m512i pairs = _mm512_loadu_si512(weights + 64 * c);
             low[c] = _mm512_and_si512(pairs, low_bits);
             high[c] = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), low_bits);
         }
-        if (count == 1) __builtin_prefetch(scales + 8 * PANEL);
+        if (count == 1) __builtin_prefetch(scales + 4 * PANEL);  // the weights are in one stream
         __m512 scale, zero;
         load_scales(scales, scale, zero);
         zero = _mm512_fnmadd_ps(scale, _mm512_set1_ps(8.0f), zero);
@@ -297,10 +321,7 @@ static void eight_panel(const uint8_t* weights, const S* scales, int64_t N, cons
     for (int64_t g = 0; g < x.groups; ++g, weights += 512, scales += N) {
         __m512i own[8];
 #pragma GCC unroll 8
-        for (int c = 0; c < 8; ++c) {
-            if (count == 1) __builtin_prefetch(weights + 64 * c + 4096);
-            own[c] = _mm512_loadu_si512(weights + 64 * c);
-        }
+        for (int c = 0; c < 8; ++c) own[c] = _mm512_loadu_si512(weights + 64 * c);
         if (count == 1) __builtin_prefetch(scales + 8 * PANEL);
         const __m512 scale = load_scales(scales);
 #pragma GCC unroll 8
@@ -405,7 +426,6 @@ static void four_panel(const uint8_t* weights, const S* scales, int64_t N, const
                        int64_t first, Lanes* to) {
     for (int r = 0; r < count; ++r) to[r] = {};
     for (int64_t g = 0; g < x.groups; ++g, weights += 256, scales += 2 * N) {
-        for (int c = 0; count == 1 && c < 4; ++c) __builtin_prefetch(weights + 64 * c + 4096);
         float scale[PANEL], zero[PANEL];
         for (int64_t n = 0; n < PANEL; ++n) {
             scale[n] = float(widen(scales[2 * n]));
@@ -427,7 +447,6 @@ static void eight_panel(const uint8_t* weights, const S* scales, int64_t N, cons
                         int64_t first, Lanes* to) {
     for (int r = 0; r < count; ++r) to[r] = {};
     for (int64_t g = 0; g < x.groups; ++g, weights += 512, scales += N) {
-        for (int c = 0; count == 1 && c < 8; ++c) __builtin_prefetch(weights + 64 * c + 4096);
         float scale[PANEL];
         for (int64_t n = 0; n < PANEL; ++n) scale[n] = float(widen(scales[n]));
         for (int r = 0; r < count; ++r) {
@@ -524,6 +543,24 @@ static void run_products(Products& op) {
                 narrow_lanes(found, N - n, own, out + r * N + n);
             });
         });
+    });
+}
+
+static void run_rows(Picked& op) {
+    by_dtype(op.map.scales.type(), [&](auto s) {
+        using S = decltype(s);
+        using T = typename Computed<S>::type;
+        const int64_t K = op.map.inputs(), N = op.map.outputs(), count = count_of(op.ids);
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t n = op.ids.at<int64_t>()[i];
+            const uint8_t* own =
+                op.map.weight.at<uint8_t>() + n / PANEL * PANEL * K + n % PANEL * 4;
+            S* to = op.out.at<S>() + i * K;
+            for (int64_t k = 0; k < K; ++k) {
+                const int q = own[k / 4 * 4 * PANEL + k % 4] - 128;
+                narrow(T(q) * T(widen(op.map.scales.at<S>()[k / GROUP * N + n])), to[k]);
+            }
+        }
     });
 }
 

@@ -71,6 +71,9 @@ def _ops() -> dict[str, Callable[..., Any]]:
         """quantised_mlp(Tensor x, Tensor norm, float eps, float offset, Tensor gate,
             Tensor gate_scales, Tensor up, Tensor up_scales, Tensor down, Tensor down_scales,
             bool tanh, bool adds) -> Tensor""": lambda x, *given: _by_scales(x, *given[7:9]),
+        "quantised_rows(Tensor ids, Tensor weight, Tensor scales) -> Tensor": (
+            lambda ids, weight, scales: scales.new_empty(*ids.shape, weight.shape[1])
+        ),
         """latents(Tensor x, Tensor latent_q, Tensor latent_k, Tensor? latent_bias, int heads)
             -> (Tensor, Tensor)""": lambda x, q, k, _, heads: _latents(x, q, k, heads),
         """layer_begin(Tensor x, Tensor norm, float eps, float offset, Tensor q, Tensor? q_scales,
@@ -83,7 +86,11 @@ def _ops() -> dict[str, Callable[..., Any]]:
             Tensor? up_scales, Tensor down, Tensor? down_scales, bool tanh) -> Tensor""": (
             lambda x, residual, *_: residual.new_empty(residual.shape)
         ),
-        "layers(Tensor x, Tensor(a!)?[] tensors, Tensor numbers) -> Tensor": _like_first,
+        "layers_hold(Tensor?[] tensors, Tensor numbers) -> Tensor": (
+            lambda tensors, numbers: numbers.new_empty(1)
+        ),
+        "layers(Tensor x, Tensor held) -> Tensor": _like_first,
+        "layers_drop(Tensor held) -> ()": lambda held: None,
         "rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor": _like_first,
         "glu(Tensor gate, Tensor up) -> Tensor": _like_first,
         "glu_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)": (
