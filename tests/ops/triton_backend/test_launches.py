@@ -100,7 +100,8 @@ def most_stack(
     if kernel in SCANS:
         return 32
     if kernel in BY_CHUNK and uneven and L > 128:
-        return 1024 if single else 336
+        # Each of the 32 elements that a thread loads of a state has an address of 64 bits.
+        return 1120 if single else 336
     if kernel in BY_CHUNK and beside:
         return 640 if single else 96
     if kernel in BY_CHUNK and uneven and not single:

@@ -36,7 +36,7 @@ from latte.ops.triton_backend.kept_latents import (
     SIZES, LateLatents, Tables, load_rows, store_rows,
 )  # fmt: skip
 from latte.ops.triton_backend.launch import (
-    ADD_KEPT, MANY_REGISTERS, by_chunk, capability, launch, rounding, warn_of_assembler,
+    ADD_KEPT, by_chunk, capability, launch, registers, rounding, warn_of_assembler,
     window_tiles,
 )  # fmt: skip
 from latte.ops.triton_backend.segments import state_gradients
@@ -185,8 +185,6 @@ class KeptLauncher:
         """With the latents and the sinks: one program per block, or tile of it, and head."""
         x, (B, Z, _, _) = self.x, self.x.shape
         seen = (self.latent_q, flags(x.begun), self.tables.part)
-        if self.config.BL >= 128 and torch.version.hip is None:
-            more["maxnreg"] = MANY_REGISTERS  # for products in tf32
         self.by_tile(
             kernel,
             (B * Z * per_block, x.q.shape[2]),
@@ -196,6 +194,7 @@ class KeptLauncher:
             WIDE=self.wide,
             TILES=self.tiles,
             **self.far,
+            **registers(self.config.BL >= 128),  # for products in tf32
             **more,
         )
 

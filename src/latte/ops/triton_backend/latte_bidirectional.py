@@ -146,7 +146,6 @@ def bidirectional_gradients(
         gate_ptr=gate,
         window_delta_ptr=window_delta,
         R=R,
-        num_stages=run.config.stages,
     )
     return g, lost
 

@@ -45,7 +45,7 @@ class ByChunk(NamedTuple):
     narrow: str
     warps: int  # of the forward kernels
     warps_back: int  # of the backward kernels, which need more registers
-    stages: int  # of ``mixture_gradients``: number of tiles of D that are loaded ahead
+    stages: int  # number of tiles of D that are loaded ahead
 
 
 # Padded latents -> C, BD, warps forward and back.
@@ -81,7 +81,7 @@ class Walk(NamedTuple):
     warps_back: int
     stages: int  # number of chunks that are loaded ahead
     stages_back: int
-    registers: int | None  # limit per thread that is given to ptxas
+    registers: bool  # whether ptxas is asked for all
 
 
 # Padded latents -> C, tile of D, warps, stages; then the backward pass's tile, warps, stages. Tiles
@@ -121,8 +121,8 @@ WALKS_ELSEWHERE = {
         64: (32, 64, 8, 2, 32, 8, 2),
     },
 }
-# Without this request, ptxas gives 32 to 128 registers to the tf32 walks over 128 and more latents,
-# and puts the rest on the stack.
+# Without this request, ptxas gives 32 to 128 registers to some kernels, and puts the rest on the
+# stack: to the tf32 walks over 128 and more latents, and to the window of wide fp32 heads.
 MANY_REGISTERS = 255
 
 # How sequences are cut into segments. The number of multiprocessors is that of an H100 and an H200.
@@ -280,8 +280,10 @@ def by_chunk(L: int, dtype: torch.dtype, card: int = HOPPER, K: int = 1) -> ByCh
     if dtype == torch.float32 and (K > 128 or unsafe):
         # 64 wide keys and queries do not fit into registers, nor into most cards.
         C = min(C, 32)
+    # Triton 3.8 rounds a factor of tf32x3 twice: in registers, and for one of the three products in
+    # shared memory. Tiles of 256 latents that are loaded ahead too do not fit into either.
     largest = dtype == torch.float32 and BL == 256
-    stages = 3 if shared_memory(card) > 200_000 else 1 if little_room(card) and largest else 2
+    stages = 1 if largest else 3 if shared_memory(card) > 200_000 else 2
     return ByChunk(C, BL, BD, WIDE[dtype], NARROW[dtype], warps, warps_back, stages)
 
 
@@ -311,7 +313,7 @@ def walking(
     if little_room(card) and dtype == torch.float32 and BL == 256:
         stages = stages_back = 1  # two chunks loaded ahead take 115 to 128 KB
     product = NARROW[dtype]
-    registers = MANY_REGISTERS if product != "bf16" and BL >= 128 else None
+    registers = product != "bf16" and BL >= 128
     return Walk(C, BL, BD, BD_back, product, warps, warps_back, stages, stages_back, registers)
 
 
@@ -459,6 +461,11 @@ def rounding(product: str) -> str:
     if triton_mode() == "interpreter":
         return "bf16_as_fp32" if product == "bf16" else "ieee"
     return product
+
+
+def registers(many: bool) -> dict[str, int]:
+    """The limit of registers per thread for a launch, if ptxas is not to choose."""
+    return {"maxnreg": MANY_REGISTERS} if many and torch.version.hip is None else {}
 
 
 def readable(key_mask: Tensor | None) -> Tensor | None:

@@ -39,7 +39,9 @@ from latte.ops.triton_backend.latte_causal import (
     leave_nothing,
     leave_state,
 )
-from latte.ops.triton_backend.launch import contiguous, launch, macchiato_tiles, readable
+from latte.ops.triton_backend.launch import (
+    contiguous, launch, macchiato_tiles, readable, registers,
+)  # fmt: skip
 from latte.ops.triton_backend.segments import (
     Between, Walker, between_segments, decays, scan_segments, state_buffers, state_gradients,
     states_before,
@@ -143,7 +145,7 @@ def forward(x: Mixture) -> tuple[Tensor, ...]:
         num_stages=tiles.stages,
         window_logit_ptr=logit if logit_found(x) else None,
         JOINT=x.joint,
-        **walker.registers(),
+        **registers(walker.walk.registers),
         **decays(x.log_decay),
         **w.far,
         **late,

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from latte.ops.tensors import count_sequences, sequence_bounds
 from latte.ops.triton_backend.launch import (
     ENOUGH, SCAN, SHORTEST, WANTED, Walk, by_chunk, capability, contiguous, launch, padded,
-    rounding, walking, warn_of_assembler,
+    registers, rounding, walking, warn_of_assembler,
 )  # fmt: skip
 from latte.ops.triton_backend.tiles import (
     REACH, SIZES, added, compose, counted, factor, finite, first_reference, inverse, kept_share,
@@ -170,7 +170,7 @@ class ChunkLauncher(Launcher):
         c, parts = self.config, self.parts
         sizes = (self.T, parts.per_row, self.H, self.L, self.D)
         options: dict[str, Any] = {"C": c.C, "BL": c.BL, "BD": min(c.BD, padded(self.D))}
-        options |= {product: self.products[product], **extras}
+        options |= {product: self.products[product], "num_stages": c.stages, **extras}
         warps = self.warps_back(c.warps_back) if back else c.warps
         launch(self.device, kernel[parts.M, self.H], *args, *sizes, **options, num_warps=warps)
 
@@ -212,13 +212,8 @@ class Walker(Launcher):
         (BD, stages, warps), programs = fixed, self.parts.M * self.H * tiles_of_D
         sizes = (self.T, self.length, self.parts.per_row, self.H, self.L, D)
         tiles = (self.walk.C, self.walk.BL, BD, self.product, stages)
-        options = {"num_warps": warps} | self.registers() | extras
+        options = {"num_warps": warps} | registers(self.walk.registers) | extras
         launch(self.device, kernel[(programs,)], *args, *sizes, *tiles, **options)
-
-    def registers(self) -> dict[str, Any]:
-        """The limit of registers for a launch, if ptxas is not to choose."""
-        asked = self.walk.registers if torch.version.hip is None else None
-        return {} if asked is None else {"maxnreg": asked}
 
     def tiles(self) -> list[slice]:
         """The tiles of D, which the backward pass processes one after the other."""

@@ -39,7 +39,8 @@ from latte.ops.arguments import WINDOW_GRADIENTS, Earlier
 from latte.ops.custom_ops import differentiable_op, empty_gradients
 from latte.ops.state import SeenSinks
 from latte.ops.triton_backend.launch import (
-    FARTHEST_TOKENS, SINK_SUMS, capability, contiguous, launch, readable, window_tiles,
+    FARTHEST_TOKENS, SINK_SUMS, capability, contiguous, launch, readable, registers,
+    window_tiles,
 )  # fmt: skip
 from latte.ops.triton_backend.segments import ChunkLauncher
 from latte.ops.triton_backend.sinks import add_sinks, sink_gradients
@@ -215,6 +216,7 @@ class WindowLauncher(ChunkLauncher):
             *(*w.tail, mean, *results, *strides(latent_q, 4)),
             *(*strides(q, 3), *strides(w.k, 3), *strides(w.v, 3)),
             products=("WIDE", "NARROW"),
+            **registers(q.dtype == torch.float32 and max(self.K, self.D) > 128),
             **w.far,
         )
 
