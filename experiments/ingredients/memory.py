@@ -35,8 +35,9 @@ def surprise(
     token of a sequence have read none, and answer 0.
     """
     asked_BTHL = F.pad(latent_k_BTHL[:, 1:], (0, 0, 0, 0, 0, 1))
-    options = {"log_decay": log_decay_BTHL, "cu_seqlens": cu_seqlens}
-    answer, _ = latte_attention(asked_BTHL, latent_k_BTHL, v_BTHD, **options)
+    answer, _ = latte_attention(
+        asked_BTHL, latent_k_BTHL, v_BTHD, cu_seqlens=cu_seqlens, log_decay=log_decay_BTHL
+    )
     answer = F.pad(answer[:, :-1], (0, 0, 0, 0, 1, 0))
     if cu_seqlens is not None:
         answer[:, cu_seqlens[:-1].long()] = 0
