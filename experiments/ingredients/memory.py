@@ -23,15 +23,24 @@ CHUNK = 32  # tokens whose weights on each other, in every latent, are held at o
 
 
 @torch.no_grad()
-def surprise(latent_k_BTHL: Tensor, v_BTHD: Tensor, log_decay_BTHL: Tensor | None) -> Tensor:
+def surprise(
+    latent_k_BTHL: Tensor,
+    v_BTHD: Tensor,
+    log_decay_BTHL: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     """``|v_s - sum_l p(l|s) mu_{s-1}[l]|``, (B, T, H), p(l|s) = softmax of the key logits of s.
 
-    The latents here have read all tokens before s, also those in the window.
+    The latents here have read all tokens before s, also those in the window. Those of the first
+    token of a sequence have read none, and answer 0.
     """
-    given = latent_k_BTHL, v_BTHD
     asked_BTHL = F.pad(latent_k_BTHL[:, 1:], (0, 0, 0, 0, 0, 1))
-    answer, _ = latte_attention(asked_BTHL, *given, log_decay=log_decay_BTHL)
+    answer, _ = latte_attention(
+        asked_BTHL, latent_k_BTHL, v_BTHD, cu_seqlens=cu_seqlens, log_decay=log_decay_BTHL
+    )
     answer = F.pad(answer[:, :-1], (0, 0, 0, 0, 1, 0))
+    if cu_seqlens is not None:
+        answer[:, cu_seqlens[:-1].long()] = 0
     return (v_BTHD - answer).float().norm(dim=-1)
 
 

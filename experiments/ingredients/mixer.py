@@ -57,11 +57,11 @@ class TrialMixer(GatedMacchiato):
             decay aside, plus ``exp(q_t[0] + local logit)`` in the window. What latents hold then
             decides how much they are read.
         kept_by: How the ``kept_tokens`` are chosen, one of :data:`memory.KEPT_BY`. "none": by the
-            library's scores. "surprise" needs whole sequences, and as many key/value heads as
-            query heads.
+            library's scores. "surprise" needs whole sequences, one a row or packed, and as many
+            key/value heads as query heads.
         content_width: Width of a content key. Above 0, each latent has one, the mean of its
             tokens' keys, and its product with a content query is added to the logit of p(l|t).
-            It needs whole sequences.
+            It needs whole sequences, one a row or packed.
         options: Other arguments of :class:`GatedMacchiato`.
     """
 
@@ -155,7 +155,9 @@ class TrialMixer(GatedMacchiato):
         log_decay = projected.log_decay
         log_decay = torch.zeros_like(latent_k) if log_decay is None else log_decay
         mass = log_mass(latent_k, log_decay, None, context)
-        logits = content_logits(q / self.content_width**0.5, k, latent_k, log_decay, mass)
+        given = q / self.content_width**0.5, k, latent_k, log_decay, mass
+        parts = zip(*(x.split(_lengths(x, context), 1) for x in given), strict=True)
+        logits = torch.cat([content_logits(*part) for part in parts], 1)
         own = projected.latent_q
         return projected._replace(latent_q=own + F.pad(logits, (1, 0)).to(own.dtype))
 
@@ -164,8 +166,8 @@ class TrialMixer(GatedMacchiato):
         projected = super().with_logits(x_BTE, near, context)
         if self.kept_by == "surprise":
             _check_whole(near, context)
-            scores = surprise(projected.latent_k, projected.v, projected.log_decay)
-            return projected._replace(scores=scores)
+            given = projected.latent_k, projected.v, projected.log_decay
+            return projected._replace(scores=surprise(*given, context.cu_seqlens))
         return projected
 
     def scores(self, x_BTE: Tensor) -> Tensor | None:
@@ -219,13 +221,19 @@ class TrialMixer(GatedMacchiato):
 
 
 def _check_whole(projected: Projected, context: Context) -> None:
-    """Raise ValueError for the part of a sequence, and for masked and packed ones."""
-    tokens = projected.state.position, context.position, context.key_mask, context.cu_seqlens
+    """Raise ValueError for the part of a sequence, and for masked ones."""
+    tokens = projected.state.position, context.position, context.key_mask
     if any(each is not None for each in tokens):
         raise ValueError(
-            "TrialMixer: kept_by='surprise' and content_width need whole sequences, got a state, a"
-            " mask or packed ones"
+            "TrialMixer: kept_by='surprise' and content_width need whole sequences, got a state or"
+            " a mask"
         )
+
+
+def _lengths(x_BT: Tensor, context: Context) -> list[int]:
+    """The lengths of the sequences that lie one after another in each row."""
+    bounds = context.cu_seqlens
+    return [x_BT.shape[1]] if bounds is None else bounds.diff().tolist()
 
 
 def log_mass(
@@ -236,9 +244,7 @@ def log_mass(
     decay = torch.zeros_like(k_BTHL) if log_decay_BTHL is None else log_decay_BTHL
     unreal = ~context.real(k_BTHL)[..., None, None]
     k_BTHL, decay = k_BTHL.masked_fill(unreal, NOT_WRITTEN), decay.masked_fill(unreal, 0.0)
-    bounds = context.cu_seqlens
-    lengths = [k_BTHL.shape[1]] if bounds is None else bounds.diff().tolist()
-    found = []
+    lengths, found = _lengths(k_BTHL, context), []
     for k, g in zip(k_BTHL.split(lengths, 1), decay.split(lengths, 1), strict=True):
         total = g.cumsum(1)
         found.append(total + (k - total).logcumsumexp(1))

@@ -1,5 +1,7 @@
 """Kept tokens and content keys of a trial are what they say."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -78,6 +80,14 @@ def test_without_weights_content_keys_change_nothing():
     assert not torch.allclose(layer(inputs())[0], plain(inputs())[0])
     torch.nn.init.zeros_(layer.content_proj.weight)
     torch.testing.assert_close(layer(inputs())[0], plain(inputs())[0], **TOLERANCE)
+
+
+@pytest.mark.parametrize("options", OPTIONS[-2:])
+def test_packed_sequences_are_separate(options):
+    layer, x, cuts = trial(**options), inputs(batch=1), [0, 13, 14, 40]
+    apart = torch.cat([layer(x[:, a:b])[0] for a, b in pairwise(cuts)], 1)
+    packed = layer(x, cu_seqlens=torch.tensor(cuts, dtype=torch.int32))[0]
+    torch.testing.assert_close(packed, apart, **TOLERANCE)
 
 
 @pytest.mark.parametrize("options", OPTIONS[-2:])
