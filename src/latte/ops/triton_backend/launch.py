@@ -463,7 +463,7 @@ def rounding(product: str) -> str:
     return product
 
 
-def registers(many: bool) -> dict[str, int]:
+def registers(many: bool) -> dict[str, Any]:
     """The limit of registers per thread for a launch, if ptxas is not to choose."""
     return {"maxnreg": MANY_REGISTERS} if many and torch.version.hip is None else {}
 
