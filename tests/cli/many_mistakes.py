@@ -512,7 +512,8 @@ def _wrong_values(hint: Any) -> tuple[str, ...]:
     plain = {list if option is Sequence else option for option in plain}
     values = []
     if plain & {int, float}:
-        values += ["three", "[1]", "true"] + ([] if float in plain else ["1.5"])
+        values += ["three", "true"] + ([] if float in plain else ["1.5"])
+        values += [] if list in plain else ["[1]"]
     elif bool in plain:
         values += ["maybe", "1", "[true]"]
     elif Literal in plain:
