@@ -130,7 +130,12 @@ class KeptLauncher:
         card, sinks = capability(self.device), x.sink_q is not None
         self.config = by_chunk(L, x.q.dtype, card, K)
         self.window = window_tiles(L, K, D, x.q.dtype, card, sinks, x.latent_q is not None)
-        self.Q = min(self.config.C, max(16, 1 << (x.block - 1).bit_length()))
+        self.C = self.config.C
+        if x.q.dtype == torch.float32:
+            # Larger tiles, and keys loaded ahead, do not fit into registers; 16 keys are too few
+            # for four warps, which would compute the same.
+            self.C, self.window = 32, self.window._replace(stages=1)
+        self.Q = min(self.C, self.config.C, max(16, 1 << (x.block - 1).bit_length()))
         self.tiles = -(-x.block // self.Q)  # of a block's queries
         self.wide, self.narrow = rounding(self.config.wide), rounding(self.config.narrow)
         self.k, self.v = x.k.contiguous(), x.v.contiguous()
@@ -172,7 +177,7 @@ class KeptLauncher:
             K=self.K,
             R=R,
             Q=self.Q,
-            C=self.config.C,
+            C=self.C,
             BX=w.BX,
             NARROW=self.narrow,
             CAPPED=x.softcap != 0.0,
@@ -194,7 +199,8 @@ class KeptLauncher:
             WIDE=self.wide,
             TILES=self.tiles,
             **self.far,
-            **registers(self.config.BL >= 128),  # for products in tf32
+            # For products in tf32. With tf32x3, ptxas does better without.
+            **registers(self.config.BL >= 128 and x.q.dtype != torch.float32),
             **more,
         )
 
@@ -231,7 +237,7 @@ class KeptLauncher:
         parts = [dy.new_empty((B, G, Z, J, X), dtype=torch.float32) for X in widths]
         before = -(-self.front // x.block)
         for results, blocks, keys in ((found, before + Z, x.block), (parts, Z, J)):
-            programs, kept = B * blocks * -(-keys // self.config.C), results is parts
+            programs, kept = B * blocks * -(-keys // self.C), results is parts
             given = (dy, *tokens, *results, *dy.stride()[:3])
             self.by_tile(
                 kept_source_gradients, (programs, G), max(widths), *given, back=True, KEPT=kept
