@@ -141,7 +141,7 @@ def most_stack_of_kept(kernel: str, dtype: torch.dtype, L: int, D: int) -> int:
     if L > 128:
         return 1536  # means in tf32, which few threads share
     if kernel == "kept_outputs":
-        return 128 if single else 0
+        return (192 if D > 128 else 128) if single else 0  # wide heads: 176 with Triton 3.7.1
     if L % 16 and L > 1 or D % 16 and D > 1:
         return 640 if single else 376
     if single:
