@@ -61,13 +61,11 @@ class MacchiatoAttention(LatteMacchiato):
         # In training also "hidden": the latents alone, but the window for a sequence's first W
         # tokens, for which delayed latents have nothing.
         self.mixing: str = fields.mixing_of(self.layer_idx)
-        self._divide_past(
+        self._share_past(
             fields.num_sinks if fields.has_window(self.layer_idx) else 0,
             fields.delay_latents and self.converted,
             fields.joint_softmax and self.converted,
-            fields.kept_of(self.layer_idx),
-            fields.kept_block,
-            fields.kept_dtype,
+            (fields.kept_of(self.layer_idx), fields.kept_block, fields.kept_dtype),
         )
         self._apply_rotary = sys.modules[type(base).__module__].apply_rotary_pos_emb
         if not self.converted:

@@ -48,8 +48,7 @@ class LatteMacchiato(Mixer):
             latents read the others. It needs ``delay_latents`` and ``joint_softmax``.
         kept_block: Number of tokens after which it is decided anew which tokens are kept. Between
             two decisions the window has up to ``kept_block - 1`` more keys.
-        kept_dtype: Type of the keys and values that a state with kept tokens has: "auto", that of
-            the activations, or "mxint8" (:mod:`latte.ops.mxint8`), to which they are rounded.
+        kept_dtype: "auto", or "mxint8": the state then has 8 bits (:mod:`latte.ops.mxint8`).
         latents: Other arguments of :class:`LatentLogits`, such as ``latent_input``,
             ``window_probability`` and ``forgetting``. The window does not forget.
     """
@@ -89,34 +88,25 @@ class LatteMacchiato(Mixer):
         check_positive("LatteMacchiato", window=window)
         self._add_local(window, rope_theta, softcap)
         kept = kept_tokens, kept_block, kept_dtype
-        self._divide_past(num_sinks, delay_latents, joint_softmax, *kept)
+        self._share_past(num_sinks, delay_latents, joint_softmax, kept)
         groups = self.num_key_value_heads if kept_tokens else 0
         latents |= {"window_logit": True, "kept_groups": groups, "causal": causal}
         self.latents: Any = LatentLogits(hidden_size, num_heads, num_latents, **latents)
 
-    def _divide_past(
-        self,
-        num_sinks: int,
-        delay_latents: bool,
-        joint_softmax: bool,
-        kept_tokens: int,
-        kept_block: int,
-        kept_dtype: str,
-    ) -> None:
+    def _share_past(self, sinks: int, delay: bool, joint: bool, kept: tuple[int, int, str]) -> None:
         """Set how window, sinks, kept tokens and latents divide the past among themselves."""
-        beyond = num_sinks > 0 or delay_latents or joint_softmax or kept_tokens > 0
-        if beyond and not self.causal:
+        kept_tokens, self.kept_block, self.kept_dtype = kept
+        if (sinks > 0 or delay or joint or kept_tokens > 0) and not self.causal:
             raise ValueError(
                 "LatteMacchiato: num_sinks, delay_latents, joint_softmax and kept_tokens need"
                 " causal=True, got causal=False"
             )
-        check_kept(kept_tokens, delay_latents, joint_softmax)
-        self.num_sinks, self.delay_latents = num_sinks, delay_latents
-        self.joint_softmax = joint_softmax
-        self.kept_tokens, self.kept_block, self.kept_dtype = kept_tokens, kept_block, kept_dtype
+        check_kept(kept_tokens, delay, joint)
+        self.num_sinks, self.delay_latents, self.joint_softmax = sinks, delay, joint
+        self.kept_tokens = kept_tokens
         if kept_tokens:
             self.carries = tuple("kept" if x == "window" else x for x in type(self).carries)  # type: ignore[misc]
-        self.sink_edge = sink_edge(self.window, num_sinks)
+        self.sink_edge = sink_edge(self.window, sinks)
 
     @property
     def splits(self) -> bool:
