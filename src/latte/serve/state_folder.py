@@ -88,7 +88,7 @@ class StateFolder:
         if not np.array_equal(read.numpy(), ids):
             return None
         with contextlib.suppress(OSError), self._lock:  # such as of a disk that is read alone
-            os.utime(path)
+            _mark_used(path)
             if path.name in self._held:
                 self._held[path.name] = self._held.pop(path.name)
         return Kept.of(cache, read.numpy())
@@ -124,7 +124,7 @@ class StateFolder:
                 path.unlink(missing_ok=True)
             elif path.suffix in (".safetensors", ASIDE):
                 about = path.stat()
-                found.append((about.st_mtime, path.name, about.st_size))
+                found.append((about.st_mtime_ns, path.name, about.st_size))
         self._held = {name: size for _, name, size in sorted(found)}
         self._make_room()
 
@@ -136,6 +136,7 @@ class StateFolder:
                 return
             try:
                 save_state(kept.on_cpu(decoder), path, torch.from_numpy(kept.ids))
+                _mark_used(path)
                 size = path.stat().st_size
             except Exception as error:  # later states are written
                 logger.warning_once(f"states are not written to disk: {one_line(error)}")
@@ -173,6 +174,12 @@ class StateFolder:
         path.unlink(missing_ok=True)
         with self._lock:
             self._held.pop(path.name, None)
+
+
+def _mark_used(path: Path) -> None:
+    """Give a file the time of now. A file system's own clock ticks too rarely to order files."""
+    now = time.time_ns()
+    os.utime(path, ns=(now, now))
 
 
 def _runs(process: str) -> bool:
