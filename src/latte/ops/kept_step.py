@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from latte.ops.kept import KeptLatents, KeptState, comparable
-from latte.ops.mxint8 import pack, plain
+from latte.ops.mxint8 import pack, unpack
 from latte.ops.step import StepSinks, TokenRotary, in_dtype, native, rotated, take_sinks
 from latte.ops.tensors import computation_dtype, number
 
@@ -152,10 +152,10 @@ def kept_step(
     def logits_of(q: Tensor, keys: Tensor) -> Tensor:
         q = in_dtype(q, dtype)
         q = (q * number(scale, q)).view(B * G, H // G, K)
-        return torch.bmm(q, plain(keys, dtype).view(B * G, -1, K).transpose(1, 2))
+        return torch.bmm(q, _plain(keys, dtype).view(B * G, -1, K).transpose(1, 2))
 
     logits, visible = logits_of(q, held.keys), held.positions >= 0
-    values = [plain(held.values, dtype)]
+    values = [_plain(held.values, dtype)]
     if q_far is not None and sinks is not None:
         take_sinks(sinks, k, v, real)
         logits = torch.cat([logits, logits_of(q_far, sinks.keys)], -1)
@@ -213,6 +213,11 @@ def _at(x_BHMX: Tensor, index_BGM: Tensor) -> Tensor:
     """The slots of these numbers, (B, H, M, ...): heads of a group have one index."""
     index = _of_heads(index_BGM, x_BHMX)
     return x_BHMX.gather(2, index.expand(*index.shape[:3], *x_BHMX.shape[3:]))
+
+
+def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers, or those of packed rows, in a dtype."""
+    return unpack(x, dtype) if x.dtype == torch.uint8 else in_dtype(x, dtype)
 
 
 def _of_heads(x_BGM: Tensor, like_BHMX: Tensor) -> Tensor:
@@ -294,11 +299,11 @@ def _read(held: KeptBuffers, index_BGX: Tensor, read_BGX: Tensor, latents: KeptL
     A, mean = latents.log_mass, latents.mean
     assert held.latent_keys is not None and A is not None and mean is not None
     (B, H, L, D), G = mean.shape, index_BGX.shape[1]
-    k_BHXL = plain(_at(held.latent_keys, index_BGX), A.dtype)
+    k_BHXL = _plain(_at(held.latent_keys, index_BGX), A.dtype)
     if held.log_decay is not None:
         k_BHXL = k_BHXL + _at(held.log_decay, index_BGX)
     k_BHXL = torch.where(_of_heads(read_BGX, k_BHXL), k_BHXL, -torch.inf)
-    v_BGXD = plain(_at(held.values, index_BGX), A.dtype)
+    v_BGXD = _plain(_at(held.values, index_BGX), A.dtype)
     v_BGXD = torch.where(read_BGX[..., None], v_BGXD, 0.0)
     top = torch.maximum(A, k_BHXL.amax(2))
     top = torch.where(torch.isneginf(top), 0.0, top)

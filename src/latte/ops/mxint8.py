@@ -69,10 +69,3 @@ def _scale(exponents: Tensor) -> Tensor:
     """What an integer of 1 is worth, in fp32, by the stored exponent (int32)."""
     scale = ((exponents.clamp_min(LEAST) - STEP) << 23).view(torch.float32)
     return torch.where(exponents == NAN, torch.nan, scale)
-
-
-def plain(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers, or the numbers of packed rows, in a floating-point dtype."""
-    if x.dtype == torch.uint8:
-        return unpack(x, dtype)
-    return x if x.dtype == dtype else x.to(dtype)
