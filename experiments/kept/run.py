@@ -1,6 +1,7 @@
 """Which tokens to keep: scores in the attention of a pretrained decoder, from fit to answers.
 
     python -m experiments.kept fit BASE --text books=FILE --text wikipedia=FILE --weights OUT
+    python -m experiments.kept train BASE --text books=FILE --weights FROM --trained OUT
     python -m experiments.kept ask BASE --text books=FILE --weights OUT     # end to end
     python -m experiments.kept share BASE --text books=FILE --weights OUT   # of attention, by layer
 
@@ -21,12 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from experiments.bases.passkey import PLACE, ids_of, make_frame, passkey_case
 from experiments.bases.reading import corpus, start_token
 from experiments.kept.attention import blocks, grouped, kept_attention, kept_sets, key_difference
+from experiments.kept.gates import train_gates
 from experiments.probes.questions import Material, make_material, retrieval_case
 from latte.cli.parser import integers, names
 from latte.conversion import convert
@@ -64,13 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     parser = OneLineParser(prog="python -m experiments.kept", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    commands = {"fit": fit, "share": share, "ask": ask}
+    commands = {"fit": fit, "train": train, "share": share, "ask": ask}
     add = parser.add_argument
     add("command", choices=commands)
     add("base", help="a folder, or a GGUF file")
     add("--text", action="append", default=[], help="NAME=FILES[,join=true]; may be repeated")
     add("--output", type=Path, default=Path("runs/kept"), help="folder of tables and recorded rows")
     add("--weights", type=Path, help="file of fitted scores, or the folder of a converted model")
+    add("--trained", type=Path, help="new file of scores, which `train` writes")
+    add("--steps", type=int, default=40, help="of `train`, a row each")
+    add("--learning-rate", type=float, default=1e-3, help="of `train`")
     add("--rows", type=int, default=32, help="to fit on")
     add("--length", type=int, default=2048, help="tokens of a row or case")
     add("--scores", type=names, default=["fitted"], help=f"some of {', '.join(PLAIN)}, or any name"
@@ -118,6 +123,20 @@ def fit(options: argparse.Namespace) -> None:
     save_kept_scores(options.weights, found)
 
 
+def train(options: argparse.Namespace) -> None:
+    """The scores in `--weights`, trained end to end, to the file `--trained`."""
+    if options.weights is None or options.trained is None:
+        raise LatteError(
+            "--weights, --trained: expected a file of scores, and the name of a new one"
+        )
+    model, tokenizer, material = opened(options)
+    text = torch.from_numpy(material.text)
+    rows = kept_rows(tokenizer, text, options.rows, options.length, seed=options.seed)
+    scores = scores_in(options.weights)
+    train_gates(model, rows, nn.ModuleDict({str(i): each for i, each in scores.items()}), options)
+    save_kept_scores(options.trained, {i: each.state_dict() for i, each in scores.items()})
+
+
 class Scorer:
     """The score of a name; `oracle`: (G, S) of each layer, what later queries want."""
 
@@ -129,10 +148,7 @@ class Scorer:
             return
         if options.weights is None:
             raise LatteError(f"--scores: {name} needs --weights")
-        for index, weights in scores_in(options.weights).items():
-            groups, width = weights["down.weight"].shape
-            self.fitted[index] = KeptScores(weights["up.weight"].shape[1], groups, width)
-            self.fitted[index].load_state_dict(weights)
+        self.fitted = scores_in(options.weights)
 
     @torch.no_grad()
     def __call__(self, layer: Any, x_BTE: Tensor) -> Tensor:
@@ -151,19 +167,22 @@ class Scorer:
         return torch.rand(groups, length, generator=torch.Generator().manual_seed(index))
 
 
-def scores_in(path: Path) -> dict[int, dict[str, Tensor]]:
-    """The weights of each layer's scores, of a file of `fit` or a converted model's folder."""
-    if not path.is_dir():
-        return read_kept_scores(path)
-    found: dict[int, dict[str, Tensor]] = {}
-    for file in weight_files(path):
+def scores_in(path: Path) -> dict[int, KeptScores]:
+    """The scores of each layer, of a file of `fit` or a converted model's folder."""
+    found: dict[int, Any] = {} if path.is_dir() else read_kept_scores(path)
+    for file in weight_files(path) if path.is_dir() else []:
         with safe_open(str(file), "pt") as tensors:
             for name in tensors.keys():
                 if own := re.search(r"layers\.(\d+)\.self_attn\.latents\.kept_scores\.(.+)", name):
                     found.setdefault(int(own[1]), {})[own[2]] = tensors.get_tensor(name).float()
     if not found:
         raise LatteError(f"--weights: expected a model with kept tokens, {path} has none")
-    return found
+    made = {}
+    for index, weights in found.items():
+        groups, width = weights["down.weight"].shape
+        made[index] = KeptScores(weights["up.weight"].shape[1], groups, width)
+        made[index].load_state_dict(weights)
+    return made
 
 
 # ---- cases

@@ -103,6 +103,9 @@ static void write_row(T* x, int64_t size, R* to) {
             }
             to[size + block].bits = narrow_top == 0 ? 0 : int8_t(stored);
         }
+    } else if constexpr (std::is_same_v<typename Computed<R>::type, T>) {
+        for (int64_t c = 0; c < size; c += width<T>)
+            store(to + c, load(x + c, 1, size - c), size - c);
     } else {
         for (int64_t i = 0; i < size; ++i) narrow(typename Computed<R>::type(x[i]), to[i]);
     }
