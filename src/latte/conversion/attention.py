@@ -67,6 +67,7 @@ class MacchiatoAttention(LatteMacchiato):
             fields.joint_softmax and self.converted,
             (fields.kept_of(self.layer_idx), fields.kept_block, fields.kept_dtype),
         )
+        self.sink_edge = fields.sink_edge_of(self.layer_idx)
         self._apply_rotary = sys.modules[type(base).__module__].apply_rotary_pos_emb
         if not self.converted:
             return
@@ -117,7 +118,7 @@ class MacchiatoAttention(LatteMacchiato):
     @property
     def table(self) -> Table:
         """The rotary table by which queries look at the sinks: its key."""
-        return self.layer_kind, self.window
+        return self.layer_kind, self.sink_edge
 
     @property
     def grows(self) -> bool:  # type: ignore[override]

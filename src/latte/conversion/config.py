@@ -22,6 +22,7 @@ from latte.layers.latent_fields import (
     options_of,
     window_option,
 )
+from latte.layers.parts import sink_edge
 from latte.models.config import one_line_errors
 
 Mixing = Literal["learned", "window", "latents", "base"]
@@ -76,6 +77,12 @@ class MacchiatoFields(ConvertedFields):
             raise ValueError(
                 f"kept_tokens must be one number, or one for each of {len(layers)} layers, got"
                 f" {len(self.kept_tokens)} numbers"
+            )
+        positions = getattr(self, "max_position_embeddings", None)
+        if self.sink_reach and positions and self.sink_reach + self.num_sinks > positions:
+            raise ValueError(
+                f"sink_reach and num_sinks must be at most {positions} together, the base's"
+                f" positions, got {self.sink_reach} and {self.num_sinks}"
             )
         most = max(map(self.kept_of, layers), default=0)
         check_kept(most, self.delay_latents, self.joint_softmax)
@@ -132,11 +139,18 @@ class MacchiatoFields(ConvertedFields):
         kept = self.has_window(layer_idx) and not self.is_converted(layer_idx)
         return self.kept_window if kept else self.local_window  # type: ignore[return-value]
 
+    def sink_edge_of(self, layer_idx: int) -> int | None:
+        """The largest position from which a layer's queries look at sinks; None without sinks."""
+        if not self.has_window(layer_idx):
+            return None
+        reach = self.sink_reach if self.kept_of(layer_idx) else None
+        return sink_edge(reach or self.window_of(layer_idx), self.num_sinks)
+
     @property
-    def windows(self) -> tuple[int, ...]:
-        """The widths that :meth:`window_of` may give."""
-        every = (self.local_window, self.kept_window)
-        return tuple(dict.fromkeys(width for width in every if width is not None))
+    def sink_edges(self) -> tuple[int | None, ...]:
+        """The positions that :meth:`sink_edge_of` gives, each once."""
+        layers = range(self.num_hidden_layers)  # type: ignore[attr-defined]
+        return tuple(dict.fromkeys(map(self.sink_edge_of, layers)))
 
     @property
     def layer_kinds(self) -> tuple[str | None, ...]:

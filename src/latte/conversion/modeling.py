@@ -233,7 +233,7 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         if not self.config.num_sinks:  # type: ignore[attr-defined]
             return None
         tables = step.tables_of(self, x_BTE, position_ids)
-        return {key: sinks for key, (_, sinks) in tables.items()}
+        return {key: table[1] for key, table in tables.items() if table[1:]}
 
 
 class MacchiatoLanguageModel(MacchiatoPreTrained, StateGenerationMixin):

@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 
 from latte.conversion.bases import BASES
 from latte.layers.native import ACTIVATIONS, GATED, NORMS, READ, NormKind
-from latte.layers.parts import Rotary, of_single_tokens, sink_edge
+from latte.layers.parts import Rotary, of_single_tokens
 from latte.layers.plan import LayerParts
 from latte.layers.rollback import map_tensors
 from latte.layers.step import StepContext
@@ -28,8 +28,8 @@ from latte.ops.tensors import computation_dtype
 from latte.ops.widened import widened
 
 AHEAD = 64  # positions whose rotary tables are computed at once
-# A layer's rotation depends on its kind and on the width of its window.
-Table = tuple[str | None, int]
+# A layer's rotation depends on its kind and on the position from which queries look at sinks.
+Table = tuple[str | None, int | None]
 
 
 def _of_bases(name: str) -> dict[str, type[nn.Module]]:
@@ -90,22 +90,22 @@ def rotary_tables(
 def tables_of(
     decoder: Any, x_BTE: Tensor, position_ids: Tensor, of: Callable[..., Any] = tuple
 ) -> dict[Table, list[Any]]:
-    """For each kind of layer and width of a window: ``of`` the rotary table of the positions.
+    """For each kind of layer and edge of its sinks: ``of`` the rotary table of the positions.
 
-    With sinks also of the table by which queries look at them. A query sees the sinks no further
-    away than the window's edge.
+    With sinks also of the table by which queries look at them.
     """
     config = decoder.config
     tables: list[Any] = []
-    edges = [edge for width in config.windows if (edge := sink_edge(width, config.num_sinks))]
+    edges = [edge for edge in config.sink_edges if edge is not None]
     found: dict[Table, list[Any]] = {}
     for kind in config.layer_kinds:
         own = (kind,) if decoder.rotary_by_kind else ()
         if own or not tables:
             made = rotary_tables(decoder.rotary_emb, x_BTE, position_ids, edges, *own)
             tables = [of(table) for table in made]
-        for i, window in enumerate(config.windows, 1):
-            found[kind, window] = [tables[0], *tables[i : i + 1]]
+        of_edges: dict[int | None, list[Any]] = dict(zip(edges, tables[1:], strict=True))
+        for edge in config.sink_edges:
+            found[kind, edge] = [tables[0], *([of_edges[edge]] if edge is not None else [])]
     return found
 
 

@@ -206,7 +206,7 @@ class LatentFields:
 class PartitionFields(LatentFields):
     """Options of how window, sinks and latents divide the past (beyond the paper)."""
 
-    # arXiv 2309.17453. Their distance is at most that of the window's edge.
+    # arXiv 2309.17453. Their distance is at most that of the window's edge, or `sink_reach`.
     num_sinks: int = option(
         0, "number of first tokens that stay visible to the window", partial(check_whole, least=0)
     )
@@ -249,6 +249,13 @@ class ConvertedFields(PartitionFields):
         "number of keys that layers in `keep_layers` see, besides sinks",
         check_whole,
         "all of the past",
+    )
+    # From too near, queries give sinks the weight that far kept tokens should have.
+    sink_reach: int | None = option(
+        None,
+        "largest distance, in tokens, from which queries of layers with kept tokens look at sinks",
+        check_whole,
+        "that of the window",
     )
 
 
