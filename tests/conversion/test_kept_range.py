@@ -18,9 +18,10 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 LENGTH = 150
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+@pytest.fixture(scope="module", params=[("llama", None), ("llama", 62), ("gemma3_text", 50)])
 def model(request):
-    return converted(request.param, **KEPT)
+    family, reach = request.param
+    return converted(family, **KEPT, sink_reach=reach)
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +170,8 @@ def test_what_cannot_be_read_in_parts(model, ids):
 )
 def test_the_range(given, expected):
     assert KeptRange.of(*given) == (expected and KeptRange(*expected))
+
+
+def test_sinks_stay_within_the_range():
+    with pytest.raises(LatteError, match="^sink_reach: expected at most 62, .* got 63$"):
+        converted("llama", **KEPT, sink_reach=63)

@@ -69,6 +69,20 @@ def test_pieces_are_the_whole(family, scaling, where):
 
 
 @every_scaling
+@every_family
+def test_all_tokens_kept_and_sinks_at_their_distance_are_the_base(family, scaling):
+    options = {"num_sinks": 2, "delay_latents": True, "joint_softmax": True, "latent_input": "none"}
+    options |= {"kept_tokens": 40, "kept_block": 2, "local_window": 4}
+    options |= {"converted_layers": (1, 3)}  # those of Gemma with full attention
+    for calls in every_call:
+        model, ids = converted(family, scaling, **options, sink_reach=28), tokens(sum(calls))
+        wanted = read(copy.deepcopy(base(family, scaling)), ids, calls)
+        torch.testing.assert_close(read(model, ids, calls), wanted, **EXACT)
+    near = read(converted(family, scaling, **options), ids, calls)
+    assert not torch.allclose(near, wanted, atol=1e-3)  # queries look from the window's edge
+
+
+@every_scaling
 def test_sinks_have_the_frequencies_of_the_call(scaling):
     """While window and sinks hold all of a row it is the base's, whatever the row beside it."""
     window, sinks = 9, 4

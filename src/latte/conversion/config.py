@@ -78,12 +78,6 @@ class MacchiatoFields(ConvertedFields):
                 f"kept_tokens must be one number, or one for each of {len(layers)} layers, got"
                 f" {len(self.kept_tokens)} numbers"
             )
-        positions = getattr(self, "max_position_embeddings", None)
-        if self.sink_reach and positions and self.sink_reach + self.num_sinks > positions:
-            raise ValueError(
-                f"sink_reach and num_sinks must be at most {positions} together, the base's"
-                f" positions, got {self.sink_reach} and {self.num_sinks}"
-            )
         most = max(map(self.kept_of, layers), default=0)
         check_kept(most, self.delay_latents, self.joint_softmax)
         hidden: int = self.hidden_size  # type: ignore[attr-defined]

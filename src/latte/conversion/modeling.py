@@ -87,6 +87,11 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         self._kept_range: KeptRange | None = None
         if kept and not self.frequencies_by_length:
             positions, window = config.max_position_embeddings, config.local_window
+            if (config.sink_reach or 0) + config.num_sinks > positions:
+                raise LatteError(
+                    f"sink_reach: expected at most {positions - config.num_sinks}, the base's"
+                    f" positions without the sinks, got {config.sink_reach}"
+                )
             self._kept_range = KeptRange.of(positions, window, config.kept_block)
         self.post_init()  # type: ignore[attr-defined]
 
