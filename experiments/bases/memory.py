@@ -39,7 +39,7 @@ def state_bytes(model: Any) -> list[Row]:
     config = model.config
     if not hasattr(config, "local_window"):
         raise LatteError(f"expected a converted model, got {config.model_type!r}")
-    length = 2 * max(config.windows) + config.num_sinks + READ
+    length = 2 * max(config.local_window, config.kept_window or 0) + config.num_sinks + READ
     ids = torch.zeros(1, length, dtype=torch.long, device=model.device)
     cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
     constant = [i for i in range(config.num_hidden_layers) if not config.state_grows(i)]
