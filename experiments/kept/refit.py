@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILES")
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--block", type=int, default=32, help="tokens between two choices")
-    parser.add_argument("--sink-reach", type=int, help="the option of a conversion")
+    parser.add_argument("--far-sinks", action="store_true", help="the option of a conversion")
     parser.add_argument("--steps", type=int, default=240, help="of the last stage")
     parser.add_argument("--lengths", type=integers, default=[LENGTH, 2 * LENGTH],
                         help="tokens of the last stage's rows, in turns")  # fmt: skip
@@ -111,8 +111,8 @@ def with_latents(
         raise LatteError(f"--kept-tokens is needed: {options.latents} says nothing of kept tokens")
     wanted = {"keep_layers": [], "kept_window": None, "local_window": options.window}
     wanted |= {"kept_tokens": keeping, "kept_block": options.block}
-    if options.sink_reach is not None:
-        wanted["sink_reach"] = options.sink_reach
+    if options.far_sinks:
+        wanted["far_sinks"] = True
     config = converted_config(options.base, fields | wanted)
     model = load_base(options.base, config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():

@@ -18,10 +18,10 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 LENGTH = 150
 
 
-@pytest.fixture(scope="module", params=[("llama", None), ("llama", 62), ("gemma3_text", 50)])
+@pytest.fixture(scope="module", params=[("llama", False), ("llama", True), ("gemma3_text", True)])
 def model(request):
-    family, reach = request.param
-    return converted(family, **KEPT, sink_reach=reach)
+    family, far = request.param
+    return converted(family, **KEPT, far_sinks=far)
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +172,6 @@ def test_the_range(given, expected):
     assert KeptRange.of(*given) == (expected and KeptRange(*expected))
 
 
-def test_sinks_stay_within_the_range():
-    with pytest.raises(LatteError, match="^sink_reach: expected at most 62, .* got 63$"):
-        converted("llama", **KEPT, sink_reach=63)
+def test_queries_look_at_sinks_from_within_the_range(model):
+    edges = {layer.self_attn.sink_edge for layer in model.model.layers}
+    assert 63 in edges if model.config.far_sinks else 63 not in edges

@@ -75,7 +75,7 @@ def test_all_tokens_kept_and_sinks_at_their_distance_are_the_base(family, scalin
     options |= {"kept_tokens": 40, "kept_block": 2, "local_window": 4}
     options |= {"converted_layers": (1, 3)}  # those of Gemma with full attention
     for calls in every_call:
-        model, ids = converted(family, scaling, **options, sink_reach=28), tokens(sum(calls))
+        model, ids = converted(family, scaling, **options, far_sinks=True), tokens(sum(calls))
         wanted = read(copy.deepcopy(base(family, scaling)), ids, calls)
         torch.testing.assert_close(read(model, ids, calls), wanted, **EXACT)
     near = read(converted(family, scaling, **options), ids, calls)

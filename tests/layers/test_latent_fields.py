@@ -46,7 +46,7 @@ DEFAULTS = {
     "kept_block": (64,) * 3,
     "kept_dtype": ("auto",) * 3,
     "kept_window": ("", None, None),
-    "sink_reach": ("", None, None),
+    "far_sinks": ("", False, False),
 }
 
 

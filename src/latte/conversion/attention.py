@@ -67,7 +67,6 @@ class MacchiatoAttention(LatteMacchiato):
             fields.joint_softmax and self.converted,
             (fields.kept_of(self.layer_idx), fields.kept_block, fields.kept_dtype),
         )
-        self.sink_edge = fields.sink_edge_of(self.layer_idx)
         self._apply_rotary = sys.modules[type(base).__module__].apply_rotary_pos_emb
         if not self.converted:
             return

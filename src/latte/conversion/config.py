@@ -22,7 +22,6 @@ from latte.layers.latent_fields import (
     options_of,
     window_option,
 )
-from latte.layers.parts import sink_edge
 from latte.models.config import one_line_errors
 
 Mixing = Literal["learned", "window", "latents", "base"]
@@ -132,19 +131,6 @@ class MacchiatoFields(ConvertedFields):
         """The number of keys that a layer's window sees, where it has one."""
         kept = self.has_window(layer_idx) and not self.is_converted(layer_idx)
         return self.kept_window if kept else self.local_window  # type: ignore[return-value]
-
-    def sink_edge_of(self, layer_idx: int) -> int | None:
-        """The largest position from which a layer's queries look at sinks; None without sinks."""
-        if not self.has_window(layer_idx):
-            return None
-        reach = self.sink_reach if self.kept_of(layer_idx) else None
-        return sink_edge(reach or self.window_of(layer_idx), self.num_sinks)
-
-    @property
-    def sink_edges(self) -> tuple[int | None, ...]:
-        """The positions that :meth:`sink_edge_of` gives, each once."""
-        layers = range(self.num_hidden_layers)  # type: ignore[attr-defined]
-        return tuple(dict.fromkeys(map(self.sink_edge_of, layers)))
 
     @property
     def layer_kinds(self) -> tuple[str | None, ...]:

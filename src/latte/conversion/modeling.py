@@ -42,6 +42,7 @@ from latte.models.modeling import OwnAttention, initialise
 from latte.ops.widened import widened
 
 NEW_WEIGHTS = ".latents."  # in the name of every parameter that a base does not have
+FARTHEST = 2**31 - 1  # a position that no token has
 
 
 class MacchiatoPreTrained(OwnAttention):
@@ -87,12 +88,11 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         self._kept_range: KeptRange | None = None
         if kept and not self.frequencies_by_length:
             positions, window = config.max_position_embeddings, config.local_window
-            if (config.sink_reach or 0) + config.num_sinks > positions:
-                raise LatteError(
-                    f"sink_reach: expected at most {positions - config.num_sinks}, the base's"
-                    f" positions without the sinks, got {config.sink_reach}"
-                )
             self._kept_range = KeptRange.of(positions, window, config.kept_block)
+        if config.far_sinks and config.num_sinks:
+            edge = FARTHEST if self._kept_range is None else self._kept_range.limit - 1
+            for index in kept:
+                self.layers[index].self_attn.sink_edge = edge  # type: ignore[attr-defined]
         self.post_init()  # type: ignore[attr-defined]
 
     def forward(

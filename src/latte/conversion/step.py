@@ -96,7 +96,8 @@ def tables_of(
     """
     config = decoder.config
     tables: list[Any] = []
-    edges = [edge for edge in config.sink_edges if edge is not None]
+    each = dict.fromkeys(layer.self_attn.sink_edge for layer in decoder.layers)
+    edges = [edge for edge in each if edge is not None]
     found: dict[Table, list[Any]] = {}
     for kind in config.layer_kinds:
         own = (kind,) if decoder.rotary_by_kind else ()
@@ -104,7 +105,7 @@ def tables_of(
             made = rotary_tables(decoder.rotary_emb, x_BTE, position_ids, edges, *own)
             tables = [of(table) for table in made]
         of_edges: dict[int | None, list[Any]] = dict(zip(edges, tables[1:], strict=True))
-        for edge in config.sink_edges:
+        for edge in each:
             found[kind, edge] = [tables[0], *([of_edges[edge]] if edge is not None else [])]
     return found
 

@@ -206,7 +206,7 @@ class LatentFields:
 class PartitionFields(LatentFields):
     """Options of how window, sinks and latents divide the past (beyond the paper)."""
 
-    # arXiv 2309.17453. Their distance is at most that of the window's edge, or `sink_reach`.
+    # arXiv 2309.17453. Their distance is at most that of the window's edge, unless `far_sinks`.
     num_sinks: int = option(
         0, "number of first tokens that stay visible to the window", partial(check_whole, least=0)
     )
@@ -250,12 +250,12 @@ class ConvertedFields(PartitionFields):
         check_whole,
         "all of the past",
     )
-    # From too near, queries give sinks the weight that far kept tokens should have.
-    sink_reach: int | None = option(
-        None,
-        "largest distance, in tokens, from which queries of layers with kept tokens look at sinks",
-        check_whole,
-        "that of the window",
+    # A model that keeps all tokens is then its base. From the window's edge sinks get more weight.
+    far_sinks: bool = option(
+        False,
+        "queries of layers with kept tokens look at sinks from where they are, and not from the"
+        " window's edge",
+        check_switch,
     )
 
 
