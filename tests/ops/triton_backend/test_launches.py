@@ -81,8 +81,10 @@ MOST = {
     FP32: {64: 576, 128: 1280, 256: 2816},
 }
 MOST_UNEVEN = 1408
-FORGETTING = 304  # more in each kernel, for latents that forget
+FORGETTING = 312  # more in each kernel, for latents that forget
 FORGETTING_WIDE = 432  # the same for heads wider than 64
+# The same if 16 does not divide the width: in bf16 17% of the instructions of `walk` reach the stack.
+FORGETTING_UNEVEN = 760
 FAR = 128  # more in each kernel, for sinks, late latents and the joint softmax together
 
 
@@ -101,7 +103,7 @@ def most_stack(
         return 32
     if kernel in BY_CHUNK and uneven and L > 128:
         # Each of the 32 elements that a thread loads of a state has an address of 64 bits.
-        return 1120 if single else 336
+        return 1120 if single else 360
     if kernel in BY_CHUNK and beside:
         return 640 if single else 96
     if kernel in BY_CHUNK and uneven and not single:
@@ -123,7 +125,7 @@ def most_stack(
         return most_stack_of_kept(kernel, dtype, L, D)
     if kernel in (*WINDOW, EARLIER, SINKS[0]):
         if dtype != BF16:
-            return 1600 if kernel == WINDOW[0] and D > 128 else 640
+            return 1600 if kernel == WINDOW[0] and D > 128 else 656
         if uneven and beside:
             return 392
         # Four warps and two blocks at a time: half the instructions, for a little stack.
@@ -132,7 +134,7 @@ def most_stack(
     if kernel == "step":
         return 8
     assert kernel in (*LRU_CHUNKS, *LRU_WALKS, *CONVOLUTION, *ROWWISE), kernel
-    return 0
+    return 16 if kernel == ROWWISE[0] and uneven else 8 if kernel == LRU_WALKS[0] else 0
 
 
 def most_stack_of_kept(kernel: str, dtype: torch.dtype, L: int, D: int) -> int:
@@ -143,10 +145,12 @@ def most_stack_of_kept(kernel: str, dtype: torch.dtype, L: int, D: int) -> int:
     if kernel == "kept_outputs":
         return (192 if D > 128 else 128) if single else 0  # wide heads: 176 with Triton 3.7.1
     if L % 16 and L > 1 or D % 16 and D > 1:
-        return 640 if single else 376
+        return 640 if single else 808  # fp16, Triton 3.8: 8% of the instructions reach the stack
     if single:
         return 640
-    return 160 if D > 64 else 104 if sources else 0
+    if D > 64:  # fp16, Triton 3.8: at most 5% of them
+        return 488 if D > 128 else 224
+    return 104 if sources else 0
 
 
 def compiling(launched: list[Resources], card: int) -> Any:
@@ -209,7 +213,8 @@ CASES = [*COMMON, *(pytest.param(case, marks=pytest.mark.slow) for case in RARE)
 def test_kernels_stay_within_their_bounds(case):
     """The ones that the case is there for, and no others."""
     launched = report(case)
-    more = (FORGETTING if case.D <= 64 else FORGETTING_WIDE) if case.forgets else 0
+    wide = FORGETTING_UNEVEN if case.D % 16 else FORGETTING_WIDE
+    more = (FORGETTING if case.D <= 64 else wide) if case.forgets else 0
     more += FAR if case.sinks or case.delay or case.joint else 0
     check(launched, case.dtype, case.L, case.D, case.op == "macchiato", case.cut, more)
     assert {r.kernel for r in launched} == expected(case)
