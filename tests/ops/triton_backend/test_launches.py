@@ -83,7 +83,7 @@ MOST = {
 MOST_UNEVEN = 1408
 FORGETTING = 312  # more in each kernel, for latents that forget
 FORGETTING_WIDE = 432  # the same for heads wider than 64
-# The same if 16 does not divide the width: in bf16 17% of the instructions of `walk` reach the stack.
+# The same if 16 does not divide the width. In bf16 17% of the walk's instructions reach the stack.
 FORGETTING_UNEVEN = 760
 FAR = 128  # more in each kernel, for sinks, late latents and the joint softmax together
 
