@@ -50,7 +50,8 @@ def test_scores_of_a_model_are_read_from_its_folder(folder, tmp_path):
     model, _ = side(f"x={folder}").load()
     found = scores_in(Path(folder))
     assert sorted(found) == [0, 1]
-    for index, weights in found.items():
+    for index, scores in found.items():
+        weights = scores.state_dict()
         own = model.model.layers[index].self_attn.latents.kept_scores.state_dict()
         assert weights.keys() == own.keys()
         assert all(torch.equal(weights[name], own[name].float()) for name in own)
