@@ -53,6 +53,11 @@ def kept_attention(
         later = seen_GM[:, None, :] > torch.arange(first, stop)[:, None]  # (G, t, M)
         logits = (q[:, :, first:stop] @ own_k.mT).masked_fill(later[:, None], -torch.inf)
         found.append(logits.softmax(-1) @ own_v)
+    return projected(layer, found)
+
+
+def projected(layer: MacchiatoAttention, found: list[Tensor]) -> Tensor:
+    """The layer's outputs (1, T, E), of each block's outputs (G, R, C, K)."""
     y = torch.cat(found, 2).flatten(0, 1).transpose(0, 1)
     return layer.o_proj(y.flatten(1)[None])  # type: ignore[no-any-return]
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from experiments.kept.attention import blocks, grouped
+from experiments.kept.attention import blocks, grouped, projected
 from latte.conversion.attention import MacchiatoAttention
 from latte.conversion.attention_distillation import base_output
 from latte.layers.mixer import Projected
@@ -67,8 +67,7 @@ def gated_attention(
         gates = F.pad(far, (layer.num_sinks, stop - left)) if far.shape[1] else None
         logits = logits if gates is None else logits + gates[:, None, None]
         found.append(logits.softmax(-1) @ v[:, None, :stop])
-    y = torch.cat(found, 2).flatten(0, 1).transpose(0, 1)
-    return layer.o_proj(y.flatten(1)[None])  # type: ignore[no-any-return]
+    return projected(layer, found)
 
 
 def train_gates(

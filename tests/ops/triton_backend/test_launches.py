@@ -83,7 +83,7 @@ MOST = {
 MOST_UNEVEN = 1408
 FORGETTING = 312  # more in each kernel, for latents that forget
 FORGETTING_WIDE = 432  # the same for heads wider than 64
-# The same if 16 does not divide the width. In bf16 17% of the walk's instructions reach the stack.
+# In bf16, if 16 does not divide the width: 17% of the walk's instructions reach the stack.
 FORGETTING_UNEVEN = 760
 FAR = 128  # more in each kernel, for sinks, late latents and the joint softmax together
 
@@ -145,12 +145,13 @@ def most_stack_of_kept(kernel: str, dtype: torch.dtype, L: int, D: int) -> int:
     if kernel == "kept_outputs":
         return (192 if D > 128 else 128) if single else 0  # wide heads: 176 with Triton 3.7.1
     if L % 16 and L > 1 or D % 16 and D > 1:
-        return 640 if single else 808  # fp16, Triton 3.8: 8% of the instructions reach the stack
+        # In fp16 with Triton 3.8 8% of the instructions reach the stack.
+        return 640 if single else 808 if dtype == FP16 else 376
     if single:
         return 640
-    if D > 64:  # fp16, Triton 3.8: at most 5% of them
+    if D > 64 and dtype == FP16:  # Triton 3.8: at most 5% of them
         return 488 if D > 128 else 224
-    return 104 if sources else 0
+    return 160 if D > 64 else 104 if sources else 0
 
 
 def compiling(launched: list[Resources], card: int) -> Any:
@@ -213,7 +214,7 @@ CASES = [*COMMON, *(pytest.param(case, marks=pytest.mark.slow) for case in RARE)
 def test_kernels_stay_within_their_bounds(case):
     """The ones that the case is there for, and no others."""
     launched = report(case)
-    wide = FORGETTING_UNEVEN if case.D % 16 else FORGETTING_WIDE
+    wide = FORGETTING_UNEVEN if case.D % 16 and case.dtype == BF16 else FORGETTING_WIDE
     more = (FORGETTING if case.D <= 64 else wide) if case.forgets else 0
     more += FAR if case.sinks or case.delay or case.joint else 0
     check(launched, case.dtype, case.L, case.D, case.op == "macchiato", case.cut, more)
