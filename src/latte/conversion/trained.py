@@ -154,7 +154,7 @@ def apply_latents(
         kept_dtype: Type of the keys and values that the state has; None: as in the file.
         dtype: Dtype of the base's weights, as for :func:`latte.conversion.convert`.
         weights: Bits of the base's weights, as for :func:`latte.conversion.convert`. With
-            ``file``, weights that the latents' file updates are rounded anew.
+            ``file``, weights that the latents' file updates have 8 bits.
 
     Returns:
         The converted model, in evaluation mode.

@@ -3,7 +3,8 @@
 ``file`` keeps the file's bits where the kernels have such a format. Blocks of Q4_0, Q4_1 and Q4_K
 become ``int4`` one to one, and those of Q8_0 ``int8``: the integers are the file's, scale and zero
 are rounded to bf16. All other quantised matrices (Q6_K, Q5, Q3, ...), embeddings, and what ``int4``
-does not fit become ``int8`` too, from the dequantised weights. Plain matrices stay.
+does not fit become ``int8`` too, from the dequantised weights. So do matrices that training has
+changed: 4 bits of the sum would lose most of a small update. Plain matrices stay.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def in_bits(model: Any, weights: str | None, base: str | Path, changed: Containe
     Args:
         weights: One of :data:`WEIGHTS`, or None.
         base: Base of the model, for ``file``.
-        changed: Names of weights that are no more the file's. They are rounded anew.
+        changed: Names of weights that are no more the file's. With ``file`` they become ``int8``.
     """
     if weights is None or weights == BFLOAT16:
         return model
@@ -79,8 +80,10 @@ def in_bits(model: Any, weights: str | None, base: str | Path, changed: Containe
     if config.tie_word_embeddings:
         matrices["lm_head.weight"] = matrices["model.embed_tokens.weight"]
     modules = quantisable(model)
-    kinds = {name: matrices[f"{name}.weight"].kind for name in modules}
-    formats = {name: _format(modules[name], kind) for name, kind in kinds.items()}
+    formats = {
+        name: _format(module, matrices[f"{name}.weight"].kind, f"{name}.weight" in changed)
+        for name, module in modules.items()
+    }
     if config.tie_word_embeddings:
         formats["lm_head"] = formats["model.embed_tokens"]
 
@@ -96,7 +99,7 @@ def in_bits(model: Any, weights: str | None, base: str | Path, changed: Containe
     return quantise_model(model, formats, found)
 
 
-def _format(module: Any, kind: str) -> str:
+def _format(module: Any, kind: str, changed: bool) -> str:
     if kind in PLAIN:
         return NONE
-    return format_for(module, "int4" if kind in FOUR_BITS else "int8")
+    return format_for(module, "int4" if kind in FOUR_BITS and not changed else "int8")

@@ -60,10 +60,16 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class TaskScores:
-    """The rows, and what the harness says about the run (versions, settings), for the record."""
+    """The rows, and what the harness says about the run (versions, settings), for the record.
+
+    Attributes:
+        items: A metric's values of each item, by (task, metric, filter), for comparisons of models
+            on the same items.
+    """
 
     rows: list[TaskRow]
     record: dict[str, Any]
+    items: dict[tuple[str, str, str], list[float]]
 
 
 def load_tasks(specs: Sequence[str]) -> dict[str, Any]:
@@ -156,7 +162,7 @@ def evaluate_tasks(
         shape: dict[str, Any] = {"apply_chat_template": chat, "fewshot_as_multiturn": chat}
         try:
             found: Any = evaluator.evaluate(
-                lm, tasks, limit=limit, bootstrap_iters=1000, log_samples=False, **shape
+                lm, tasks, limit=limit, bootstrap_iters=1000, log_samples=True, **shape
             )
         except LatteError:
             raise
@@ -176,7 +182,7 @@ def evaluate_tasks(
     configs = (found.get("configs") or {}).items()
     settings["versions"] = {name: importlib.metadata.version(name) for name in PACKAGES}
     settings["tasks"] = {name: {key: task.get(key) for key in keys} for name, task in configs}
-    return TaskScores(_rows(found), settings)
+    return TaskScores(_rows(found), settings, _items(found))
 
 
 def write_tasks(folder: Path, scores: TaskScores, label: str) -> tuple[Path, Path]:
@@ -456,6 +462,16 @@ def _rows(found: dict[str, Any]) -> list[TaskRow]:
                 )
             )
     return rows
+
+
+def _items(found: dict[str, Any]) -> dict[tuple[str, str, str], list[float]]:
+    values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for task, samples in found["samples"].items():
+        for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+            for metric in sample["metrics"]:
+                if isinstance(value := sample[metric], int | float):
+                    values[task, metric, sample["filter"]].append(float(value))
+    return dict(values)
 
 
 def _samples(found: dict[str, Any], task: str) -> int:
