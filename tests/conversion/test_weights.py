@@ -266,3 +266,19 @@ def test_a_processor_without_the_kernel_says_so_and_computes_the_same(folder, mo
     with pytest.warns(UserWarning, match="no fast kernel for all of them .*--dtype bfloat16"):
         slow = AutoModelForCausalLM.from_pretrained(folder)
     assert close(slow, fast, 0.03)
+
+
+def test_what_training_changed_has_eight_bits(file, tmp_path):
+    trained = convert(file, dtype="float32")
+    projections = [layer.self_attn.q_proj for layer in trained.model.layers]
+    with torch.no_grad():  # updates far smaller than a step of 4 bits
+        for module in projections:
+            outputs, inputs = module.weight.shape
+            module.weight += 1e-3 * torch.randn(outputs, 1) @ torch.randn(1, inputs)
+    conversion.save_latents(trained, tmp_path / "latents", base=file, rank=1)
+    model = conversion.apply_latents(file, tmp_path / "latents", weights="file")
+    for layer, exact in zip(model.model.layers, projections, strict=True):
+        assert (layer.self_attn.q_proj.kind, layer.self_attn.k_proj.kind) == ("int8", "int4")
+        found, weight = layer.self_attn.q_proj.dequantised(torch.float32), exact.weight
+        assert (found - weight).norm() < 0.01 * weight.norm()
+    assert close(model, trained, 0.02)
