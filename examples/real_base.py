@@ -28,9 +28,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
+
 from examples import harbour_log
+from latte.conversion.modeling import NEW_WEIGHTS
 from latte.errors import LatteError, one_line
 from latte.lab.command_line import OneLineParser, exit_code
+from latte.models.tensor_file import read_tensors
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "conversion"
 QUESTION = "What is the capital of France, and what is it known for?"
@@ -108,6 +113,11 @@ def work(options: argparse.Namespace) -> int:
         recipe = options.recipe or str(RECIPES / base.recipe)
         code = convert(file, output, "--recipe", recipe, options.overrides)
     elif (Path(output) / "config.json").is_file():
+        if not has_latents(Path(output), RECIPES / base.trained):
+            raise LatteError(
+                f"{output} has other latents than recipes/conversion/{base.trained}: delete it, or"
+                " choose another --output"
+            )
         print(f"{output} is there already", flush=True)
         code = 0
     else:
@@ -128,6 +138,15 @@ def work(options: argparse.Namespace) -> int:
     print(f"Chat here: latte chat '{output}' (where the base has a chat template)")
     print(f"Chat, with any client of OpenAI's at http://localhost:8000/v1: latte serve '{output}'")
     return 0
+
+
+def has_latents(folder: Path, trained: Path) -> bool:
+    """Whether a converted model has the latents of a file."""
+    _, tensors = read_tensors(trained, "latents", "save_latents")
+    wanted = {name: x for name, x in tensors.items() if NEW_WEIGHTS in name}
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        there = wanted.keys() <= {*file.keys()}
+        return there and all(torch.equal(file.get_tensor(n), x.float()) for n, x in wanted.items())
 
 
 def convert(file: Path, output: str, option: str, value: str, more: Sequence[str] = ()) -> int:

@@ -17,7 +17,6 @@ Shape suffixes as in `attention.py`; S sources.
 from __future__ import annotations
 
 import argparse
-import math
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from experiments.kept.attention import blocks, grouped, projected
 from latte.conversion.attention import MacchiatoAttention
 from latte.conversion.attention_distillation import base_output
+from latte.conversion.recording import set_learning_rate
 from latte.layers.mixer import Projected
 
 PLACES = 256  # outside the questions, at most, whose next tokens are compared
@@ -81,9 +81,7 @@ def train_gates(
     for step in range(options.steps):
         row, done = rows[step % len(rows)], step / max(1, options.steps - 1)
         tau = SOFTEST * (SHARPEST / SOFTEST) ** done
-        optimizer.param_groups[0]["lr"] = options.learning_rate * (
-            0.05 + 0.475 * (1 + math.cos(math.pi * done))
-        )
+        set_learning_rate(optimizer, options.learning_rate, step, options.steps)
         asked, ids = min(row.asked, len(row.ids) - 1), row.ids[None]
         generator = torch.Generator().manual_seed(options.seed * 1000 + step)
         text = torch.randperm(max(1, asked - options.window), generator=generator)[:PLACES]

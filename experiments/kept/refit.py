@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from latte.conversion.kept_scores import fit_kept_scores, set_kept_scores
 from latte.conversion.landmarks import set_landmarks
 from latte.conversion.modeling import NEW_WEIGHTS
 from latte.conversion.pretrained import converted_config, load_base, load_tokenizer, save
-from latte.conversion.recording import FitOptions, LayerFit, record
+from latte.conversion.recording import FitOptions, LayerFit, record, set_learning_rate
 from latte.errors import LatteError
 from latte.lab.command_line import OneLineParser, exit_code
 from latte.lab.train.conversion_trainer import add_lora, merged_lora, mixing
@@ -182,9 +181,7 @@ def train(model: Any, tokenizer: Any, text: Tensor, options: argparse.Namespace)
             row, question = asked[length][turn]
             question = max(first, question - 1)
             places = torch.cat([places[places < question], torch.arange(question, len(row))])
-        for group in optimizer.param_groups:
-            fall = 0.05 + 0.475 * (1 + math.cos(math.pi * step / options.steps))
-            group["lr"] = options.learning_rate * min(1.0, (step + 1) / 8) * fall
+        set_learning_rate(optimizer, options.learning_rate, step, options.steps, warm=8)
         given = {"input_ids": row[None], "use_cache": False, "logits_to_keep": places}
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad(), mixing(model, "base"):

@@ -122,7 +122,7 @@ def test_smollm2_is_converted_compared_and_answers(site, small, tmp_path, mistak
     mistake(main, "smollm2", *small, "layers.steps=3")  # another conversion's folder
 
 
-def test_smollm2_with_trained_weights_is_not_trained(site, tmp_path, capsys, monkeypatch):
+def test_smollm2_with_trained_weights_is_not_trained(site, tmp_path, capsys, monkeypatch, mistake):
     from latte.conversion import convert, save_latents
 
     base = BASES["smollm2"]
@@ -138,6 +138,11 @@ def test_smollm2_with_trained_weights_is_not_trained(site, tmp_path, capsys, mon
     assert (tmp_path / "runs/smollm2/answers.txt").is_file()
     assert main(["smollm2"]) == 0
     assert "runs/smollm2 is there already" in capsys.readouterr().out
+    for parameter in model.model.layers[0].self_attn.latents.parameters():
+        parameter.data += 1
+    (tmp_path / base.trained).unlink()
+    save_latents(model, tmp_path / base.trained, base=file)
+    assert "runs/smollm2 has other latents than recipes/conversion/" in mistake(main, "smollm2")
 
 
 def test_gemma3_is_assembled_and_continues_a_text(site, small, tmp_path, capsys):

@@ -14,7 +14,6 @@ width, C queries of a block, S sources.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch.nn import functional as F
 from latte.conversion.attention import MacchiatoAttention
 from latte.conversion.attention_distillation import base_output, watch
 from latte.conversion.kept_rows import AskedRow
-from latte.conversion.recording import write_row
+from latte.conversion.recording import set_learning_rate, write_row
 from latte.errors import LatteError
 from latte.layers.kept_scores import KeptScores
 from latte.layers.mixer import Context, Projected
@@ -186,10 +185,7 @@ class KeptFit:
         )
         order: list[int] = []
         for step in range(options.steps):
-            warm = min(1.0, (step + 1) / 10)
-            fall = 0.05 + 0.475 * (1 + math.cos(math.pi * step / options.steps))
-            for group in optimizer.param_groups:
-                group["lr"] = options.learning_rate * warm * fall
+            set_learning_rate(optimizer, options.learning_rate, step, options.steps)
             while len(order) < options.rows:
                 order += torch.randperm(len(self.x), generator=generator).tolist()
             chosen, order = order[: options.rows], order[options.rows :]

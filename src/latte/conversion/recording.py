@@ -249,10 +249,7 @@ class LayerFit:
         scores = [self.score(0)]
         best, kept, waited = _loss(scores[0], options), _copy(latents), 0
         for step in range(options.steps):
-            warm = min(1.0, (step + 1) / 10)
-            fall = 0.05 + 0.475 * (1 + math.cos(math.pi * step / options.steps))
-            for group in optimizer.param_groups:
-                group["lr"] = options.learning_rate * warm * fall
+            set_learning_rate(optimizer, options.learning_rate, step, options.steps)
             optimizer.zero_grad(set_to_none=True)
             for i in range(options.batch_size):
                 row = self.train[(step * options.batch_size + i) % len(self.train)]
@@ -269,6 +266,15 @@ class LayerFit:
             if waited >= options.patience:
                 break
         return kept, scores
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, peak: float, step: int, steps: int, warm: int = 10
+) -> None:
+    """A rate that rises over `warm` steps, and falls to a twentieth of its peak by a cosine."""
+    fall = 0.05 + 0.475 * (1 + math.cos(math.pi * step / steps))
+    for group in optimizer.param_groups:
+        group["lr"] = peak * min(1.0, (step + 1) / warm) * fall
 
 
 def _loss(score: FitErrors, options: FitOptions) -> float:
