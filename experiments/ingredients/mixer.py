@@ -57,8 +57,8 @@ class TrialMixer(GatedMacchiato):
             decay aside, plus ``exp(q_t[0] + local logit)`` in the window. What latents hold then
             decides how much they are read.
         kept_by: How the ``kept_tokens`` are chosen, one of :data:`memory.KEPT_BY`. "none": by the
-            library's scores. "surprise" needs whole sequences, one a row or packed, and as many
-            key/value heads as query heads.
+            library's scores. "surprise" and "write" need whole sequences, one a row or packed, and
+            as many key/value heads as query heads.
         content_width: Width of a content key. Above 0, each latent has one, the mean of its
             tokens' keys, and its product with a content query is added to the logit of p(l|t).
             It needs whole sequences, one a row or packed.
@@ -164,10 +164,13 @@ class TrialMixer(GatedMacchiato):
     def with_logits(self, x_BTE: Tensor, near: Projected, context: Context) -> Projected:
         """With the scores of :data:`memory.KEPT_BY`."""
         projected = super().with_logits(x_BTE, near, context)
-        if self.kept_by == "surprise":
+        if self.kept_by in ("surprise", "write"):
             _check_whole(near, context)
             given = projected.latent_k, projected.v, projected.log_decay
-            return projected._replace(scores=surprise(*given, context.cu_seqlens))
+            scores = surprise(*given, context.cu_seqlens)
+            if self.kept_by == "write":  # the logarithm of the product
+                scores = scores.log() + projected.latent_k.detach().float().logsumexp(-1)
+            return projected._replace(scores=scores)
         return projected
 
     def scores(self, x_BTE: Tensor) -> Tensor | None:
@@ -225,8 +228,8 @@ def _check_whole(projected: Projected, context: Context) -> None:
     tokens = projected.state.position, context.position, context.key_mask
     if any(each is not None for each in tokens):
         raise ValueError(
-            "TrialMixer: kept_by='surprise' and content_width need whole sequences, got a state or"
-            " a mask"
+            "TrialMixer: kept_by='surprise' or 'write', and content_width, need whole sequences, got"
+            " a state or a mask"
         )
 
 

@@ -58,6 +58,9 @@ def test_surprise_is_the_error_of_the_latents_answer():
         means = torch.einsum("bshl,bshd->bhld", shares, v[:, :t])
         answer = torch.einsum("bhl,bhld->bhd", k[:, t].softmax(-1), means)
         torch.testing.assert_close(found.scores[:, t], (v[:, t] - answer).norm(dim=-1).float())
+    written = trial(kept_by="write", **KEPT)._project(inputs(), EMPTY, Context()).scores
+    size = found.scores * k.exp().sum(-1)
+    torch.testing.assert_close(written.exp(), size.float(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("length", [1, 5, 70])
