@@ -16,9 +16,9 @@ from latte.ops.tensors import full_precision
 
 # How tokens are scored. "map": by a linear map of the layer's input, which is added to the logits
 # of all exact keys and so has a gradient. "surprise": by how badly the latents answer for the value
-# (:func:`surprise`). "write": by how far a token moves the latents, its surprise times its mass, the
-# sum of exp(latent_k); compare HOLA (arXiv 2607.02303). "random": by chance. "latest": all alike, so
-# that the latest tokens stay, as in a wider window.
+# (:func:`surprise`). "write": by how far a token moves the latents, its surprise times its mass,
+# the sum of exp(latent_k); compare HOLA (arXiv 2607.02303). "random": by chance. "latest": all
+# alike, so that the latest tokens stay, as in a wider window.
 KEPT_BY = ("none", "latest", "random", "map", "surprise", "write")
 CHUNK = 32  # tokens whose weights on each other, in every latent, are held at once
 

@@ -228,8 +228,8 @@ def _check_whole(projected: Projected, context: Context) -> None:
     tokens = projected.state.position, context.position, context.key_mask
     if any(each is not None for each in tokens):
         raise ValueError(
-            "TrialMixer: kept_by='surprise' or 'write', and content_width, need whole sequences, got"
-            " a state or a mask"
+            "TrialMixer: kept_by='surprise' or 'write', and content_width, need whole sequences,"
+            " got a state or a mask"
         )
 
 
