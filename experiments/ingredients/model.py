@@ -1,8 +1,7 @@
 """Models of :class:`TrialMixer`: their configuration and blocks, and the name `trial`.
 
 The module is a plugin. A recipe that names it in `plugins` can have `model.preset: trial`, or `gsa`
-or `raven`, whose blocks have gated slot attention or Raven as their mixer. Some layers of a
-trial can be Griffin's recurrent blocks.
+or `raven`, whose blocks have gated slot attention or Raven as their mixer.
 """
 
 import math
@@ -16,10 +15,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.ingredients.gsa import GatedSlotAttention
-from experiments.ingredients.hybrid import RecurrentBlock
 from experiments.ingredients.mixer import TrialMixer
 from experiments.ingredients.raven import Raven
 from latte.errors import LatteError
+from latte.layers import RecurrentBlock
 from latte.models import LatteConfig, preset_config
 from latte.models.config import one_line_errors
 from latte.models.modeling import LatteForCausalLM, LatteModel
@@ -46,8 +45,7 @@ class TrialConfig(LatteConfig):
             one_softmax, kept_by, content_width: Arguments of :class:`TrialMixer`.
         half_lives_by_layer: Whether the half-lives of ``half_life_range`` are short in the first
             layers and long in the last ones (:func:`layer_half_lives`).
-        recurrent_layers: Indices of the layers whose mixer is Griffin's recurrent block.
-        small_recurrence: Whether the convolution and gates of those blocks begin as in Griffin.
+        small_recurrence: Whether convolution and gates of recurrent blocks begin as in Griffin.
         output_range: Standard deviation of the initial output maps of mixers. None: that of every
             model, ``initializer_range / sqrt(2 * num_hidden_layers)``.
         mlp_range: Standard deviation of all initial matrices of the MLPs. None: that of every
@@ -73,23 +71,16 @@ class TrialConfig(LatteConfig):
     kept_by: str = "none"
     content_width: int = 0
     half_lives_by_layer: bool = False
-    recurrent_layers: list[int] | tuple[int, ...] = ()
     small_recurrence: bool = False
     output_range: float | int | None = None
     mlp_range: float | int | None = None
 
     def check_options(self) -> None:
         super().check_options()
-        layers = self.recurrent_layers
-        if len(set(layers)) < len(layers) or not {*layers} <= {*range(self.num_hidden_layers)}:
+        if "recurrent" in self.block_types and self.half_lives_by_layer:
             raise ValueError(
-                f"recurrent_layers: expected different layers below {self.num_hidden_layers},"
-                f" got {list(layers)}"
-            )
-        if layers and self.half_lives_by_layer:
-            raise ValueError(
-                "half_lives_by_layer: expected no recurrent_layers beside it, which have no"
-                f" half-lives, got {list(layers)}"
+                "half_lives_by_layer: expected no recurrent blocks beside it, which have no"
+                f" half-lives, got block_types={list(self.block_types)}"
             )
 
 
@@ -129,11 +120,6 @@ class TrialModel(LatteModel):
 
     def __init__(self, config: TrialConfig) -> None:
         super().__init__(config)
-        for index in config.recurrent_layers:
-            mixer = RecurrentBlock.from_config(config)
-            mixer.o_proj.writes_residual = True  # type: ignore[assignment]
-            cast(Any, self.layers[index]).mixer = mixer
-        self.post_init()  # draws the weights of the new mixers
         with torch.no_grad():
             for layer in self.layers:
                 for weight, std in initial_ranges(config, layer):

@@ -47,8 +47,10 @@ def tiny_config(preset: str, **overrides: Any) -> Any:
     }
     if preset.startswith("latte") or preset == "linear++":
         values["num_latents"] = 12
-    if "swa" in preset or preset == "latte-gated":
+    if "swa" in preset or preset in ("latte-gated", "latte-hybrid"):
         values["sliding_window"] = 4
+    if preset == "latte-hybrid":
+        values["block_types"] = ("recurrent", "attention")
     return preset_config(preset, "tiny", **(values | overrides))
 
 
@@ -161,9 +163,10 @@ def conversion(family: str, option: str) -> Row:
     )
 
 
+OF_PRESETS = *PRESETS, "latte-r-swa-f++", "latte-conv-swa-f++", "latte-gated", "latte-hybrid"
 ROWS = [
     Row(preset, functools.partial(made, preset), grows=preset == "transformer++")
-    for preset in (*PRESETS, "latte-r-swa-f++", "latte-conv-swa-f++", "latte-gated")
+    for preset in OF_PRESETS
 ]
 ROWS += [
     Row("latte-r-swa++: sinks", functools.partial(made, "latte-r-swa++", **SINKS)),
@@ -171,6 +174,7 @@ ROWS += [
     Row("latte-gated: divided", functools.partial(made, "latte-gated", **DIVIDED)),
     Row("latte-r-swa++: kept tokens", functools.partial(made, "latte-r-swa++", **KEPT_TOKENS)),
     Row("latte-gated: kept tokens", functools.partial(made, "latte-gated", **KEPT_TOKENS)),
+    Row("latte-hybrid: kept tokens", functools.partial(made, "latte-hybrid", **KEPT_TOKENS)),
 ]
 ROWS += [conversion(*names) for names in CONVERSIONS]
 BY_NAME = {row.name: row for row in ROWS}

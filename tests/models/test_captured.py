@@ -90,7 +90,10 @@ def generate(model, rows=2, new=NEW, **settings):
     return model.generate(ids, attention_mask=mask, generation_config=config)
 
 
-@pytest.mark.parametrize("name", [PRESET, "latte-gated", "llama: both", "llama: kept tokens"])
+REPLAYED = PRESET, "latte-gated", "latte-hybrid", "llama: both", "llama: kept tokens"
+
+
+@pytest.mark.parametrize("name", REPLAYED)
 def test_replayed_steps_make_the_same_tokens(gpu, name):
     model = modeldb.BY_NAME[name].model()
     expected = generate(model, cache_implementation="dynamic")

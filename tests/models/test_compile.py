@@ -40,7 +40,7 @@ def graphs(fn, calls):
     return seen
 
 
-@pytest.mark.parametrize("preset", ["latte-gated", "transformer++"])
+@pytest.mark.parametrize("preset", ["latte-gated", "latte-hybrid", "transformer++"])
 def test_one_graph_is_for_every_length(preset):
     model = one_layer(preset)
     calls = [(modeldb.tokens(2, length),) for length in LENGTHS]

@@ -16,7 +16,7 @@ from latte.layers.rollback import map_tensors
 from latte.models import PRESETS, LatteCache, load_state, save_state
 from latte.models.cache import tensors_in
 from latte.ops import cpp_backend, use_backend
-from tests.models.modeldb import CONVERSIONS, ROWS, VOCABULARY, named, tokens
+from tests.models.modeldb import CONVERSIONS, OF_PRESETS, ROWS, VOCABULARY, named, tokens
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -26,7 +26,6 @@ def over(rows):
 
 
 STEPPING = [row for row in ROWS if row.steps]
-OF_PRESETS = [*PRESETS, "latte-r-swa-f++", "latte-conv-swa-f++", "latte-gated"]
 PLAIN = [f"{family}: plain" for family, option in CONVERSIONS if option == "plain"]
 HYBRIDS = ["llama: kept", "gemma3_text: kept", "gemma2: hybrid"]
 

@@ -11,7 +11,7 @@ from latte.models import PRESETS, LatteCache, LatteForCausalLM, preset_config
 from latte.models.inputs import DecoderInputs
 from latte.ops import cpp_backend, use_backend
 
-FAMILY = (*PRESETS, "latte-conv-swa-f++", "latte-gated")
+FAMILY = (*PRESETS, "latte-conv-swa-f++", "latte-gated", "latte-hybrid")
 TOLERANCE = {"atol": 1e-9, "rtol": 1e-9}
 
 

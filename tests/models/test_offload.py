@@ -14,7 +14,8 @@ from latte.ops import LatteState
 from tests.models.modeldb import named, tokens
 
 ROWS = named(
-    ["latte-r-swa++", "latte-conv-swa-f++", "latte-gated", "linear++", "transformer++"]
+    ["latte-r-swa++", "latte-conv-swa-f++", "latte-gated", "latte-hybrid", "linear++"]
+    + ["transformer++"]
     + ["llama: plain", "llama: both, conv", "gemma3_text: both", "qwen3: plain"]
 )
 

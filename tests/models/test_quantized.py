@@ -9,7 +9,7 @@ from latte.models import LatteCache
 from tests.models.modeldb import named, tokens
 
 ROWS = named(
-    ["latte-r-swa++", "latte-gated", "linear++", "swa++"]
+    ["latte-r-swa++", "latte-gated", "latte-hybrid", "linear++", "swa++"]
     + ["llama: plain", "llama: both", "gemma3_text: both", "llama: base"]
 )
 

@@ -21,7 +21,7 @@ datasets = pytest.importorskip("datasets")
 TINY = {"num_hidden_layers": 1, "initializer_range": 0.1}
 MODELS = {
     name: functools.partial(modeldb.made, name, **TINY)
-    for name in ("latte-r-swa++", "latte-gated", "transformer++")
+    for name in ("latte-r-swa++", "latte-gated", "latte-hybrid", "transformer++")
 }
 MODELS["converted"] = lambda: bases.converted("llama").float()
 LENGTHS = (5, 9, 3, 12, 7, 4, 6, 8)

@@ -34,7 +34,7 @@ T = 23
 PRESETS = (
     *("latte", "latte-conv++", "latte-r++", "swa++", "r-swa++", "linear++"),
     *("latte-conv-swa++", "latte-r-swa++", "latte-conv-swa-f++", "latte-r-swa-f++"),
-    "latte-gated",
+    *("latte-gated", "latte-hybrid"),
 )
 SHAPE = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
 ALL_KINDS = ("latte", "latte-conv-swa++", "latte-r-swa-f++", "r-swa++", "linear++")
@@ -54,11 +54,10 @@ def case(*worlds: int) -> Callable[..., Any]:
 def make(preset: str = "latte-r-swa++", dtype: torch.dtype = torch.float64, **fields: Any) -> Any:
     """A model of one's own seed, whose parameters are not those of initialisation."""
     sizes: dict[str, Any] = {**SHAPE, "num_hidden_layers": 2, "num_key_value_heads": 1, **fields}
-    sizes |= (
-        {"sliding_window": fields.get("sliding_window", 9)}
-        if "swa" in preset or preset == "latte-gated"
-        else {}
-    )
+    if "swa" in preset or preset in ("latte-gated", "latte-hybrid"):
+        sizes |= {"sliding_window": fields.get("sliding_window", 9)}
+    if preset == "latte-hybrid":
+        sizes |= {"block_types": ("recurrent", "attention")}
     sizes |= {"num_latents": 8} if preset.startswith(("latte", "linear")) else {}
     torch.manual_seed(0)
     model = LatteForCausalLM(preset_config(preset, "tiny", **sizes))

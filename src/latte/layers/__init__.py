@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         SwiGLU,
     )
     from latte.layers.recurrent import RGLRU, BlockDiagonalLinear
+    from latte.layers.recurrent_block import RecurrentBlock
     from latte.layers.step import StepContext, StepState
     from latte.layers.weights import MixingLogits
 
@@ -46,6 +47,7 @@ __all__ = [
     "MixingLogits",
     "Projected",
     "RMSNorm",
+    "RecurrentBlock",
     "Rotary",
     "RotaryEmbedding",
     "SinusoidalPositions",
@@ -64,6 +66,7 @@ MODULES = (
     "mixer",
     "parts",
     "recurrent",
+    "recurrent_block",
     "step",
     "weights",
 )

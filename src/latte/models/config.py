@@ -19,6 +19,8 @@ from latte.models.registry import (
     register_preset,
 )
 
+BLOCK_TYPES = "attention", "recurrent"
+
 
 @strict
 class LatteConfig(PartitionFields, PreTrainedConfig):
@@ -34,9 +36,13 @@ class LatteConfig(PartitionFields, PreTrainedConfig):
             (window only), ``softmax`` (full attention), ``linear`` (undirected, eq. 4-5), ``gated``
             (macchiato with a gate, :class:`latte.layers.GatedMacchiato`), or one of your own
             (:mod:`latte.models.registry`).
+        block_types: Mixers of the first layers, ``attention`` (which is ``mixer``) or ``recurrent``
+            (Griffin's recurrent block, :class:`latte.layers.RecurrentBlock`). Later layers repeat
+            them. So ``["recurrent", "recurrent", "attention"]`` has ``mixer`` in every third layer.
         value_dim: Width of a head's values with ``gated``; None is twice hidden_size / heads. With
             the other mixers values are as wide as keys.
-        short_conv_size: Number of taps of the convolution of q, k and v with ``gated``.
+        short_conv_size: Number of taps of the convolution of q, k and v with ``gated``, and of that
+            of a recurrent block.
         position: Position encoding: ``sinusoidal`` (added to the embeddings), ``rope`` (in the
             window or full attention) or ``none``.
         embedding_multiplier: Factor of the token embeddings. None is sqrt(hidden_size) if
@@ -72,6 +78,7 @@ class LatteConfig(PartitionFields, PreTrainedConfig):
     head_dim: int | None = None
     intermediate_size: int = 3072
     mixer: str = "macchiato"
+    block_types: list[str] | tuple[str, ...] = ("attention",)
     value_dim: int | None = None
     sliding_window: int | None = window_option()  # of ``macchiato``, ``gated`` and ``swa``
     kept_tokens: int = with_default(PartitionFields, "kept_tokens", 0)  # all layers are alike
@@ -103,6 +110,7 @@ class LatteConfig(PartitionFields, PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         self.lists_to_tuples()
+        self.block_types = tuple(self.block_types)
         super().__post_init__(**kwargs)
 
     def _reject_misspelt(self, extra: dict[str, Any]) -> None:
@@ -152,7 +160,7 @@ class LatteConfig(PartitionFields, PreTrainedConfig):
         if self.head_dim is None:
             self._divides("num_attention_heads", "hidden_size")
         self._divides("num_key_value_heads", "num_attention_heads")
-        if self.latent_input == "rglru":
+        if self.latent_input == "rglru" or "recurrent" in (*self.block_types, self.mixer):
             self._divides("num_attention_heads", "hidden_size")  # the gates' blocks
         for name in ("num_latents", "sliding_window"):
             if name in uses and getattr(self, name) is None:
@@ -163,6 +171,12 @@ class LatteConfig(PartitionFields, PreTrainedConfig):
     def _check_choices(self) -> None:
         """Check that the choices fit together."""
         uses = self.mixer_uses
+        if not self.block_types or not {*self.block_types} <= {*BLOCK_TYPES}:
+            raise ValueError(
+                f"block_types must be names among {BLOCK_TYPES}, got {list(self.block_types)}"
+            )
+        if "recurrent" in (*self.block_types, self.mixer) and not self.is_causal:
+            raise ValueError("recurrent blocks need is_causal=True, got False")
         if "latent_input" not in uses and self.latent_input != "none":
             raise ValueError(
                 f"latent_input must be 'none' for mixer={self.mixer!r}, got {self.latent_input!r}"
@@ -222,13 +236,18 @@ class LatteConfig(PartitionFields, PreTrainedConfig):
                 f"{getattr(self, dividend)} and {divisor}={getattr(self, divisor)}"
             )
 
+    def mixer_of(self, layer_idx: int) -> str:
+        """The name of a layer's mixer."""
+        kind = self.block_types[layer_idx % len(self.block_types)]
+        return self.mixer if kind == "attention" else kind
+
     def state_grows(self, layer_idx: int) -> bool:
         """Whether a layer's state keeps every token. Only full softmax attention does."""
-        return find_mixer(self.mixer).grows
+        return find_mixer(self.mixer_of(layer_idx)).grows
 
     def kept_sizes(self, layer_idx: int) -> tuple[int, int, int] | None:
         """Numbers of kept tokens, of the window's keys and of a block's tokens; None if none."""
-        window = self.sliding_window
+        window = None if self.mixer_of(layer_idx) == "recurrent" else self.sliding_window
         return (self.kept_tokens, window, self.kept_block) if self.kept_tokens and window else None
 
     @property
@@ -320,6 +339,14 @@ _BEYOND["latte-gated"] = {
     "head_dim": lambda size: size["hidden_size"] // (4 * size["num_attention_heads"]),
 }
 
+# The decays of its recurrent blocks begin as in Griffin's code, faster than in the paper.
+_BEYOND["latte-hybrid"] = {
+    **_BEYOND["latte-conv-swa-f++"],
+    "block_types": ("recurrent", "recurrent", "attention"),
+    "rglru_decay_range": (0.43, 0.992),
+    "half_life_range": (1.0, 64.0),
+}
+
 _SIZE_FIELDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("intermediate_size", "num_latents", "sliding_window", "max_position_embeddings"),
@@ -351,7 +378,8 @@ def preset_config(name: str, size: str = "tiny", **overrides: Any) -> LatteConfi
     Args:
         name: Name of a preset: one of ``PRESETS`` (the paper's), e.g. ``"latte-r-swa++"``;
             ``"latte-conv-swa-f++"`` or ``"latte-r-swa-f++"``, whose latents forget;
-            ``"latte-gated"``, whose layers are gated mixers without MLPs; or a registered one.
+            ``"latte-gated"``, whose layers are gated mixers without MLPs; ``"latte-hybrid"``, of
+            Griffin's recurrent blocks and latents that forget; or a registered one.
         size: Name of a size, one of ``SIZES``.
         overrides: Fields of :class:`LatteConfig`, e.g. ``vocab_size=8192``.
 

@@ -73,9 +73,9 @@ def make_mlp(config: LatteConfig) -> nn.Module:
     return MLPS[config.mlp](config.hidden_size, config.intermediate_size)
 
 
-def make_mixer(config: LatteConfig) -> Mixer:
-    """The token mixer of a configuration."""
-    return find_mixer(config.mixer).from_config(config)
+def make_mixer(config: LatteConfig, layer_idx: int = 0) -> Mixer:
+    """The token mixer of a layer."""
+    return find_mixer(config.mixer_of(layer_idx)).from_config(config)
 
 
 class LatteBlock(GradientCheckpointingLayer):
@@ -83,10 +83,10 @@ class LatteBlock(GradientCheckpointingLayer):
 
     make_mixer: Any = staticmethod(make_mixer)
 
-    def __init__(self, config: LatteConfig) -> None:
+    def __init__(self, config: LatteConfig, layer_idx: int = 0) -> None:
         super().__init__()
         self.mixer_norm = make_norm(config)
-        self.mixer: Any = self.make_mixer(config)
+        self.mixer: Any = self.make_mixer(config, layer_idx)
         self.mlp_norm: Any = None if config.mlp == "none" else make_norm(config)
         self.mlp: Any = None if config.mlp == "none" else make_mlp(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
@@ -222,7 +222,7 @@ class LatteModel(LattePreTrainedModel):
         self.sink_edge = sink_edge(config.sliding_window, config.num_sinks)
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(
-            self.block_class(config) for _ in range(config.num_hidden_layers)
+            self.block_class(config, index) for index in range(config.num_hidden_layers)
         )
         self.norm = make_norm(config)
         self.gradient_checkpointing = False

@@ -30,13 +30,15 @@ def number_of_parameters(config: Any) -> int | None:
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int) or layers <= MOST_LAYERS:
         return _counted(config)
-    few = []
-    for number in (1, 2):
+    # Kinds of layers repeat, so every further period has as many parameters.
+    period, few = len(getattr(config, "block_types", (1,))), []
+    first = layers % period or period
+    for number in (first, first + period):
         short = copy.deepcopy(config)
         short.num_hidden_layers = number
         few.append(_counted(short))
     one, two = few
-    return None if one is None or two is None else one + (layers - 1) * (two - one)
+    return None if one is None or two is None else one + (layers - first) // period * (two - one)
 
 
 def _counted(config: Any) -> int | None:

@@ -30,6 +30,7 @@ _mixers: dict[str, Any] = {
     "swa": "latte.layers:SlidingWindowAttention",
     "softmax": "latte.layers:SoftmaxAttention",
     "linear": "latte.layers:LinearAttention",
+    "recurrent": "latte.layers:RecurrentBlock",
 }
 _presets: dict[str, dict[str, Any]] = {}  # fields of LatteConfig
 _models: dict[str, ModelEntry] = {}  # whole models of another kind

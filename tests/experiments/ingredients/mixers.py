@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from experiments.ingredients.gsa import GatedSlotAttention
-from experiments.ingredients.hybrid import RecurrentBlock
 from experiments.ingredients.mixer import TrialMixer
 from experiments.ingredients.raven import Raven
+from latte.layers import RecurrentBlock
 from latte.models.modeling import language_model
 from latte.models.registry import find_model, load_plugin
 

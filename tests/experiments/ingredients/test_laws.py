@@ -108,8 +108,7 @@ MODELS = [
     ("raven", {"mlp": "none", "value_dim": 12}),
     ("trial", ALL | {"mlp": "swiglu", "half_lives_by_layer": True}),
     ("trial", ALL | {"mlp": "none", "half_lives_by_layer": True}),
-    ("trial", {"recurrent_layers": [0, 2]}),
-    ("trial", {"recurrent_layers": [0, 1, 2]}),
+    ("trial", {"block_types": ["recurrent", "attention"]}),
 ]
 
 

@@ -221,7 +221,10 @@ def test_the_logged_loss_is_summed_nll_over_tokens(make_recipe, whole):
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("preset", ["latte-r-swa++", "latte-r-swa-f++", "latte-gated"])
+PRESETS = "latte-r-swa++", "latte-r-swa-f++", "latte-gated", "latte-hybrid"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_loss_that_is_not_finite_stops_the_run(make_recipe, preset):
     recipe = make_recipe(preset, learning_rate=1e30, warmup_steps=0, max_grad_norm=0.0)
     with pytest.raises(LatteError, match=r"diverged: .* not finite at step \d .*1e\+30"):

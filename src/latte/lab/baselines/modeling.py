@@ -32,8 +32,8 @@ MIXERS: dict[str, tuple[Any, str]] = {
 }
 
 
-def make_comparator(config: ComparatorConfig) -> BaselineMixer:
-    """The token mixer of a configuration. Raises ValueError for sizes that do not fit."""
+def make_comparator(config: ComparatorConfig, layer_idx: int = 0) -> BaselineMixer:
+    """The token mixer of each layer. Raises ValueError for sizes that do not fit."""
     kind, memory = MIXERS[config.mixer]
     heads = config.num_attention_heads
     own: dict[str, dict[str, Any]] = {
