@@ -82,14 +82,22 @@ def right(values: Sequence[float]) -> str:
 
 
 def rows_of(rows: Sequence[Row], column: str) -> list[Row]:
+    """A model's rows of one column. A seed that has not done all its tasks says nothing yet."""
     start, metric = COLUMNS[column]
-    return [
+    here = [
         row
         for row in rows
         if row["metric"] == metric
         and row["filter"] == "none"
         and (row["task"].startswith(start) if start.endswith("_") else row["task"] == start)
     ]
+    tasks = {row["task"] for row in here}
+    done = {
+        seed
+        for seed in {row["seed"] for row in here}
+        if {row["task"] for row in here if row["seed"] == seed} == tasks
+    }
+    return [row for row in here if row["seed"] in done]
 
 
 def cell(rows: Sequence[Row], column: str) -> Row | None:
@@ -99,27 +107,23 @@ def cell(rows: Sequence[Row], column: str) -> Row | None:
     same items.
     """
     here = rows_of(rows, column)
-    seeds = sorted({row["seed"] for row in here})
     if not here:
         return None
-    # A seed that is not done says nothing yet.
-    tasks = {row["task"] for row in here}
-    done = [s for s in seeds if {row["task"] for row in here if row["seed"] == s} == tasks]
-    kept = [row for row in here if row["seed"] in done]
-    weights = [int(row["samples"]) for row in kept]
+    seeds = len({row["seed"] for row in here})
+    weights = [int(row["samples"]) for row in here]
     total = sum(weights)
-    value = sum(n * float(row["value"]) for n, row in zip(weights, kept, strict=True)) / total
+    value = sum(n * float(row["value"]) for n, row in zip(weights, here, strict=True)) / total
     squares = [
-        (n * float(row["stderr"] or "nan")) ** 2 for n, row in zip(weights, kept, strict=True)
+        (n * float(row["stderr"] or "nan")) ** 2 for n, row in zip(weights, here, strict=True)
     ]
-    stderr = sqrt(sum(squares) * len(done)) / total
+    stderr = sqrt(sum(squares) * seeds) / total
     return {
         "column": column,
         "metric": COLUMNS[column][1],
         "value": value,
         "stderr": stderr,
-        "samples": total // len(done),
-        "seeds": len(done),
+        "samples": total // seeds,
+        "seeds": seeds,
     }
 
 
