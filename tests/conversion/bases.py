@@ -103,7 +103,7 @@ def converted(family: str, scaling: str | None = None, **fields):
     values = {"local_window": WINDOW, "num_latents": 8, "latent_input": "rglru"}
     inherited = base(family, scaling).config.to_dict()
     inherited.pop("model_type")
-    config = CONFIGS[family](**inherited, **(values | fields))
+    config = CONFIGS[family](**(inherited | values | fields))
     torch.manual_seed(1)
     model = FAMILIES[family][1](config).double().eval()
     missing, unexpected = model.load_state_dict(base(family, scaling).state_dict(), strict=False)

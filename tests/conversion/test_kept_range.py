@@ -172,6 +172,28 @@ def test_the_range(given, expected):
     assert KeptRange.of(*given) == (expected and KeptRange(*expected))
 
 
+@pytest.mark.parametrize("far", [False, True])
+def test_a_shorter_range_is_that_of_a_base_with_fewer_positions(ids, far):
+    own = converted("llama", **KEPT, far_sinks=far, kept_range=48)
+    other = converted("llama", **KEPT, far_sinks=far, max_position_embeddings=48)
+    whole = converted("llama", **KEPT, far_sinks=far)
+    with torch.no_grad():
+        found, same, longer = (x(ids, use_cache=False).logits for x in (own, other, whole))
+    assert torch.equal(found, same)
+    assert torch.equal(found[:, :48], longer[:, :48])
+    assert not torch.allclose(found[:, 64:], longer[:, 64:])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(65, "at most max_position_embeddings=64, got 65"), (7, "kept_range=7 is too short"),
+     (0, "kept_range must be at least 1")],
+)  # fmt: skip
+def test_a_range_that_does_not_fit_is_refused(given, said):
+    with pytest.raises(LatteError, match=said):
+        converted("llama", **KEPT, kept_range=given)
+
+
 def test_queries_look_at_sinks_from_within_the_range(model):
     edges = {layer.self_attn.sink_edge for layer in model.model.layers}
     assert 63 in edges if model.config.far_sinks else 63 not in edges

@@ -47,6 +47,7 @@ DEFAULTS = {
     "kept_dtype": ("auto",) * 3,
     "kept_window": ("", None, None),
     "far_sinks": ("", False, False),
+    "kept_range": ("", None, None),
 }
 
 

@@ -14,6 +14,7 @@ import transformers
 from huggingface_hub.dataclasses import strict
 
 from latte.conversion.bases import BASES
+from latte.layers.kept_range import KeptRange
 from latte.layers.latent_fields import (
     ConvertedFields,
     check_kept,
@@ -79,11 +80,28 @@ class MacchiatoFields(ConvertedFields):
             )
         most = max(map(self.kept_of, layers), default=0)
         check_kept(most, self.delay_latents, self.joint_softmax)
+        self._check_range()
         hidden: int = self.hidden_size  # type: ignore[attr-defined]
         if self.latent_input == "rglru" and hidden % heads:
             raise ValueError(
                 f"latent_input='rglru' needs a hidden_size that num_attention_heads divides, got "
                 f"hidden_size={hidden} and num_attention_heads={heads}; use 'none' or 'conv'"
+            )
+
+    def _check_range(self) -> None:
+        """Check that `kept_range` is within the base's range, and wider than the window."""
+        longest: int = self.max_position_embeddings  # type: ignore[attr-defined]
+        if self.kept_range is None:
+            return
+        if self.kept_range > longest:
+            raise ValueError(
+                f"kept_range must be at most max_position_embeddings={longest}, got"
+                f" {self.kept_range}"
+            )
+        if KeptRange.of(self.kept_range, self.local_window, self.kept_block) is None:
+            raise ValueError(
+                f"kept_range={self.kept_range} is too short for a window of {self.local_window} and"
+                f" blocks of {self.kept_block} tokens"
             )
 
     def base_window(self, layer_idx: int) -> int | None:

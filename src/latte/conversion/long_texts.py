@@ -69,7 +69,7 @@ def in_parts(
     if decoder.gradient_checkpointing and decoder.training:
         raise LatteError(
             f"kept tokens: expected at most {decoder.kept_range.limit:,} tokens with gradient"
-            f" checkpointing, the base's range of positions, got {tokens.shape[1]:,}"
+            f" checkpointing, the range of positions, got {tokens.shape[1]:,}"
         )
     wanted = cache is not None or wants_cache(decoder, use_cache)
     cache = LatteCache(decoder.config) if cache is None else cache
@@ -102,6 +102,6 @@ def check_packed(span: KeptRange, bounds: Tensor | None) -> None:
     longest = int((bounds[1:] - bounds[:-1]).max())
     if longest > span.limit:
         raise LatteError(
-            f"kept tokens: expected packed sequences of at most {span.limit:,} tokens, the base's"
-            f" range of positions, got one of {longest:,}: pass it alone"
+            f"kept tokens: expected packed sequences of at most {span.limit:,} tokens, the range"
+            f" of positions, got one of {longest:,}: pass it alone"
         )

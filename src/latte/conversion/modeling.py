@@ -87,8 +87,8 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         kept = [layer for layer in range(config.num_hidden_layers) if config.kept_of(layer)]
         self._kept_range: KeptRange | None = None
         if kept and not self.frequencies_by_length:
-            positions, window = config.max_position_embeddings, config.local_window
-            self._kept_range = KeptRange.of(positions, window, config.kept_block)
+            positions = config.kept_range or config.max_position_embeddings
+            self._kept_range = KeptRange.of(positions, config.local_window, config.kept_block)
         if config.far_sinks and config.num_sinks:
             edge = FARTHEST if self._kept_range is None else self._kept_range.limit - 1
             for index in kept:

@@ -134,6 +134,7 @@ def apply_latents(
     kept_window: int | Literal["all"] | None = None,
     kept_tokens: int | Sequence[int] | None = None,
     kept_dtype: str | None = None,
+    kept_range: int | None = None,
     dtype: str | torch.dtype = "auto",
     weights: str | None = None,
 ) -> Any:
@@ -152,6 +153,8 @@ def apply_latents(
             left the window; or one number for each layer; None: as in the file. The file must have
             scores of tokens.
         kept_dtype: Type of the keys and values that the state has; None: as in the file.
+        kept_range: Number of positions that kept tokens are seen from at most; None: as in the
+            file.
         dtype: Dtype of the base's weights, as for :func:`latte.conversion.convert`.
         weights: Bits of the base's weights, as for :func:`latte.conversion.convert`. With
             ``file``, weights that the latents' file updates have 8 bits.
@@ -175,7 +178,8 @@ def apply_latents(
         raise LatteError(f"latents {latents} are for another base, {trained}: {error}") from None
     fields["keep_layers"] = sorted({*fields["keep_layers"], *keep_layers})
     given = {"local_window": window, "kept_window": kept_window, "kept_tokens": kept_tokens}
-    for name, value in (given | {"kept_dtype": kept_dtype}).items():
+    given |= {"kept_dtype": kept_dtype, "kept_range": kept_range}
+    for name, value in given.items():
         if value is not None:
             fields[name] = None if value == "all" else value
     config = converted_config(base, fields)

@@ -1,4 +1,4 @@
-"""Kept keys within the range of positions that a base was trained for.
+"""Kept keys within the range of positions that a base was trained for, or within a shorter one.
 
 A kept token may be further from a query than any two tokens were in the base's training. Rotated
 keys and queries then have logits that mean nothing, and the whole text is lost. So far keys are

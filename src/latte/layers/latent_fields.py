@@ -257,6 +257,14 @@ class ConvertedFields(PartitionFields):
         " window's edge",
         check_switch,
     )
+    # Many bases find a single far token only well within the range that they were trained for.
+    kept_range: int | None = option(
+        None,
+        "number of positions that kept tokens are seen from at most: farther ones are rotated as if"
+        " they stood there",
+        check_whole,
+        "the base's `max_position_embeddings`",
+    )
 
 
 @dataclass(kw_only=True)
