@@ -177,8 +177,8 @@ def apply_latents(
     except LatteError as error:
         raise LatteError(f"latents {latents} are for another base, {trained}: {error}") from None
     fields["keep_layers"] = sorted({*fields["keep_layers"], *keep_layers})
-    given = {"local_window": window, "kept_window": kept_window, "kept_tokens": kept_tokens}
-    given |= {"kept_dtype": kept_dtype, "kept_range": kept_range}
+    given: dict[str, Any] = {"local_window": window, "kept_window": kept_window}
+    given |= {"kept_tokens": kept_tokens, "kept_dtype": kept_dtype, "kept_range": kept_range}
     for name, value in given.items():
         if value is not None:
             fields[name] = None if value == "all" else value
