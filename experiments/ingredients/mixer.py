@@ -173,13 +173,15 @@ class TrialMixer(GatedMacchiato):
             return projected._replace(scores=scores)
         return projected
 
-    def scores(self, x_BTE: Tensor) -> Tensor | None:
+    def scores(self, x_BTE: Tensor, context: Context) -> Tensor | None:
         shape = (*x_BTE.shape[:2], self.num_key_value_heads)
         if self.kept_by == "map":
             return self.score_proj(x_BTE)
         if self.kept_by == "random":
             return torch.rand(shape, device=x_BTE.device)
-        return super().scores(x_BTE) if self.kept_by == "none" else x_BTE.new_zeros(shape)
+        if self.kept_by == "none":
+            return super().scores(x_BTE, context)
+        return x_BTE.new_zeros(shape)
 
     def near(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         """The window's queries and keys, normed and rotated, and the values."""

@@ -244,8 +244,8 @@ def test_the_command(folder, tmp_path, capsys):
     given = ["convert", str(folder), str(out), "--trained", str(file)]
     assert main([*given, "--latents", "7"]) == 2
     assert (
-        "expected only --window, --keep-layers, --kept-window, --kept-tokens, --kept-dtype,"
-        " --kept-range, --dtype and --weights, got --latents" in capsys.readouterr().err
+        "expected only --window, --keep-layers, --kept-window, --kept-tokens, --kept-half-life,"
+        " --kept-dtype, --kept-range, --dtype, --weights, got --latents" in capsys.readouterr().err
     )
     assert main([*given, "--recipe", "x.yaml"]) == 2
     assert "--trained and --recipe: expected one of them" in capsys.readouterr().err

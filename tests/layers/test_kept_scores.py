@@ -1,5 +1,7 @@
 """Scores of kept tokens in layers, and the options that ask for them."""
 
+import math
+
 import pytest
 import torch
 
@@ -45,11 +47,28 @@ def test_scores_decide_what_is_kept_and_have_no_gradient():
     assert not any("kept_scores" in name for name in with_gradients) and with_gradients
 
 
+@pytest.mark.parametrize("half_life", [1e-3, 8.0, 1e6])
+def test_with_a_half_life_older_tokens_count_less(half_life):
+    """A weight is exp(score): it halves with each half-life that has passed."""
+    mixer, x = layer(kept_half_life=half_life), torch.randn(1, 40, 16)
+    torch.nn.init.normal_(mixer.latents.kept_scores.down.weight, std=10.0)
+    _, state = mixer(x, output_final_state=True)
+    left = 36 - W + 1  # sources that have left the window at the last update
+    ages = 40 - torch.arange(left, dtype=torch.float64)[:, None]
+    weight = mixer.latents.kept_scores(x)[0, :left].double() - ages * math.log(2) / half_life
+    best = weight.topk(N, 0).indices.sort(0).values
+    kept = state.kept.positions[0, :N].sort(0).values
+    assert torch.equal(kept, best)
+    if half_life < 1:
+        assert kept[:, 0].tolist() == [*range(left - N, left)]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"kept_tokens": 3}, "kept_tokens=3 needs delay_latents=True and joint_softmax=True"),
         ({"kept_tokens": 3, "delay_latents": True}, "joint_softmax=True, got True and False"),
+        ({"kept_half_life": 0.0}, "kept_half_life must be a number above 0, got 0.0"),
         ({"kept_tokens": 2, "mixer": "swa", "num_latents": None, **DIVIDED}, "mixer='swa'"),
     ],
 )

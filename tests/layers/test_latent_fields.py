@@ -44,6 +44,7 @@ DEFAULTS = {
     "joint_softmax": (False, False, True),
     "kept_tokens": (0,) * 3,
     "kept_block": (64,) * 3,
+    "kept_half_life": (None,) * 3,
     "kept_dtype": ("auto",) * 3,
     "kept_window": ("", None, None),
     "far_sinks": ("", False, False),

@@ -127,6 +127,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "joint, both": BOTH | {"joint_softmax": True},
     "kept tokens": KEPT_TOKENS,
     "kept tokens, forgetting": KEPT_TOKENS | {"forgetting": "gated"},
+    "kept tokens, half-life": KEPT_TOKENS | {"kept_half_life": 4.0},
     "kept tokens, 8 bits": KEPT_TOKENS | {"kept_dtype": "mxint8"},
     "kept tokens, window": KEPT_TOKENS | {"mixing": "window"},
     "joint, both, kept": BOTH | KEPT | {"joint_softmax": True},
@@ -174,7 +175,10 @@ ROWS += [
     Row("latte-gated: divided", functools.partial(made, "latte-gated", **DIVIDED)),
     Row("latte-r-swa++: kept tokens", functools.partial(made, "latte-r-swa++", **KEPT_TOKENS)),
     Row("latte-gated: kept tokens", functools.partial(made, "latte-gated", **KEPT_TOKENS)),
-    Row("latte-hybrid: kept tokens", functools.partial(made, "latte-hybrid", **KEPT_TOKENS)),
+    Row(
+        "latte-hybrid: kept tokens",
+        functools.partial(made, "latte-hybrid", **KEPT_TOKENS, kept_half_life=6.0),
+    ),
 ]
 ROWS += [conversion(*names) for names in CONVERSIONS]
 BY_NAME = {row.name: row for row in ROWS}

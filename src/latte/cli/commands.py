@@ -189,14 +189,13 @@ def convert(options: Namespace) -> int:
     if options.trained is not None:
         if options.recipe is not None:
             raise LatteError("--trained and --recipe: expected one of them; a recipe trains anew")
-        kept = "kept_window", "kept_tokens", "kept_dtype", "kept_range"
+        kept = "kept_window", "kept_tokens", "kept_half_life", "kept_dtype", "kept_range"
         free = ("window", "keep_layers", *kept, "dtype", "weights")
         others = [name for name in given if name not in free]
         if others:
             raise LatteError(
-                "with --trained the model's shape is the file's: expected only --window,"
-                " --keep-layers, --kept-window, --kept-tokens, --kept-dtype, --kept-range, --dtype"
-                f" and --weights, got {flags[others[0]]}"
+                "with --trained the model's shape is the file's: expected only"
+                f" {', '.join(flags[name] for name in free)}, got {flags[others[0]]}"
             )
     if options.recipe is not None:
         if given:

@@ -65,7 +65,10 @@ class MacchiatoAttention(LatteMacchiato):
             fields.num_sinks if fields.has_window(self.layer_idx) else 0,
             fields.delay_latents and self.converted,
             fields.joint_softmax and self.converted,
-            (fields.kept_of(self.layer_idx), fields.kept_block, fields.kept_dtype),
+            (
+                *(fields.kept_of(self.layer_idx), fields.kept_block, fields.kept_dtype),
+                fields.kept_half_life,
+            ),
         )
         self._apply_rotary = sys.modules[type(base).__module__].apply_rotary_pos_emb
         if not self.converted:
@@ -102,7 +105,8 @@ class MacchiatoAttention(LatteMacchiato):
         cache, x_BTE = one_cache(past_key_values, cache), hidden_states
         context = self.turned(context, position_embeddings)
         if teacher is not None:
-            near = self.near(x_BTE, EMPTY, context)._replace(scores=self.scores(x_BTE))
+            scores = self.scores(x_BTE, context)
+            near = self.near(x_BTE, EMPTY, context)._replace(scores=scores)
             if self.converted:
                 return teacher(self, x_BTE, near, context), None
             return self.o_proj(self.full_attention(near, context)[0].flatten(-2)), None

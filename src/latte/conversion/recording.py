@@ -181,7 +181,7 @@ class LayerFit:
         local = layer.near(x, EMPTY, context)
         first = layer.window if T > layer.window else 0
         places = torch.arange(first, T, SAMPLE_EVERY, device=device)
-        local = local._replace(scores=layer.scores(x))
+        local = local._replace(scores=layer.scores(x, context))
         mass, log_mass = sampled_masses(layer, local, places, context)
 
         def half(each: Tensor) -> Tensor:

@@ -133,6 +133,7 @@ def apply_latents(
     keep_layers: Sequence[int] = (),
     kept_window: int | Literal["all"] | None = None,
     kept_tokens: int | Sequence[int] | None = None,
+    kept_half_life: float | None = None,
     kept_dtype: str | None = None,
     kept_range: int | None = None,
     dtype: str | torch.dtype = "auto",
@@ -152,6 +153,8 @@ def apply_latents(
         kept_tokens: Number of tokens, of each key/value head, that stay visible after they have
             left the window; or one number for each layer; None: as in the file. The file must have
             scores of tokens.
+        kept_half_life: Number of tokens after which the weight by which a token is kept has halved;
+            None: as in the file.
         kept_dtype: Type of the keys and values that the state has; None: as in the file.
         kept_range: Number of positions that kept tokens are seen from at most; None: as in the
             file.
@@ -178,7 +181,8 @@ def apply_latents(
         raise LatteError(f"latents {latents} are for another base, {trained}: {error}") from None
     fields["keep_layers"] = sorted({*fields["keep_layers"], *keep_layers})
     given: dict[str, Any] = {"local_window": window, "kept_window": kept_window}
-    given |= {"kept_tokens": kept_tokens, "kept_dtype": kept_dtype, "kept_range": kept_range}
+    given |= {"kept_tokens": kept_tokens, "kept_half_life": kept_half_life}
+    given |= {"kept_dtype": kept_dtype, "kept_range": kept_range}
     for name, value in given.items():
         if value is not None:
             fields[name] = None if value == "all" else value

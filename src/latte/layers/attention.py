@@ -7,6 +7,7 @@ heads, G key/value heads, D value width, L latents per head.
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from latte.layers.mixer import Context, Mixer, MixerState, Projected
 from latte.layers.parts import Rotary, sink_edge
 from latte.layers.step import StepState
 from latte.ops import Partition, Sinks, macchiato_attention
-from latte.ops.kept import Kept
+from latte.ops.kept import Kept, risen
 from latte.ops.state import first_tokens
 from latte.ops.step import in_dtype
 
@@ -48,6 +49,8 @@ class LatteMacchiato(Mixer):
             latents read the others. It needs ``delay_latents`` and ``joint_softmax``.
         kept_block: Number of tokens after which it is decided anew which tokens are kept. Between
             two decisions the window has up to ``kept_block - 1`` more keys.
+        kept_half_life: Number of tokens after which the weight by which a token is kept has halved:
+            a score is less by ln 2 then. None: scores stay as they are.
         kept_dtype: "auto", or "mxint8": the state then has 8 bits (:mod:`latte.ops.mxint8`).
         latents: Other arguments of :class:`LatentLogits`, such as ``latent_input``,
             ``window_probability`` and ``forgetting``. The window does not forget.
@@ -80,6 +83,7 @@ class LatteMacchiato(Mixer):
         joint_softmax: bool = False,
         kept_tokens: int = 0,
         kept_block: int = KEPT_BLOCK,
+        kept_half_life: float | None = None,
         kept_dtype: str = "auto",
         causal: bool = True,
         **latents: Any,
@@ -87,15 +91,19 @@ class LatteMacchiato(Mixer):
         super().__init__(hidden_size, num_heads, num_key_value_heads, head_dim, causal)
         check_positive("LatteMacchiato", window=window)
         self._add_local(window, rope_theta, softcap)
-        kept = kept_tokens, kept_block, kept_dtype
+        kept = kept_tokens, kept_block, kept_dtype, kept_half_life
         self._share_past(num_sinks, delay_latents, joint_softmax, kept)
         groups = self.num_key_value_heads if kept_tokens else 0
         latents |= {"window_logit": True, "kept_groups": groups, "causal": causal}
         self.latents: Any = LatentLogits(hidden_size, num_heads, num_latents, **latents)
 
-    def _share_past(self, sinks: int, delay: bool, joint: bool, kept: tuple[int, int, str]) -> None:
+    def _share_past(
+        self, sinks: int, delay: bool, joint: bool, kept: tuple[int, int, str, float | None]
+    ) -> None:
         """Set how window, sinks, kept tokens and latents divide the past among themselves."""
-        kept_tokens, self.kept_block, self.kept_dtype = kept
+        kept_tokens, self.kept_block, self.kept_dtype, half_life = kept
+        # All older scores fall alike, so it is the new ones that rise.
+        self.score_rise = 0.0 if half_life is None else math.log(2.0) / half_life
         if (sinks > 0 or delay or joint or kept_tokens > 0) and not self.causal:
             raise ValueError(
                 "LatteMacchiato: num_sinks, delay_latents, joint_softmax and kept_tokens need"
@@ -115,8 +123,11 @@ class LatteMacchiato(Mixer):
 
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
-        names = "window_probability", "num_sinks", "delay_latents", "joint_softmax", "kept_tokens"
-        own = {name: getattr(config, name) for name in (*names, "kept_block", "kept_dtype")}
+        names = (
+            *("window_probability", "num_sinks", "delay_latents", "joint_softmax"),
+            *("kept_tokens", "kept_block", "kept_half_life", "kept_dtype"),
+        )
+        own = {name: getattr(config, name) for name in names}
         own["window"] = config.sliding_window
         local = cls.local_options(config)
         return super().options(config) | LatentLogits.options(config) | own | local
@@ -124,19 +135,24 @@ class LatteMacchiato(Mixer):
     def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         near = self.near(x_BTE, state, context)
         if not self.reads_latents:
-            return near._replace(scores=self.scores(x_BTE))
+            return near._replace(scores=self.scores(x_BTE, context))
         return self.with_logits(x_BTE, near, context)
 
     def with_logits(self, x_BTE: Tensor, near: Projected, context: Context) -> Projected:
         """The same with the latents' logits and log-decay."""
         q, k, log_decay, state = self.latents(x_BTE, near.state, context)
-        scores = self.scores(x_BTE) if self.kept_tokens else None
+        scores = self.scores(x_BTE, context) if self.kept_tokens else None
         own = {"log_decay": log_decay, "state": state, "scores": scores}
         return near._replace(latent_q=q, latent_k=k, **own)
 
-    def scores(self, x_BTE: Tensor) -> Tensor | None:
+    def scores(self, x_BTE: Tensor, context: Context) -> Tensor | None:
         """The scores of the tokens, (B, T, G), if some of them are kept."""
-        return self.latents.kept_scores(x_BTE) if self.kept_tokens else None
+        if not self.kept_tokens:
+            return None
+        scores: Tensor = self.latents.kept_scores(x_BTE)
+        if not self.score_rise:
+            return scores
+        return risen(scores, context.positions(x_BTE), self.score_rise)
 
     def _attend(
         self, x_BTE: Tensor, projected: Projected, context: Context
@@ -198,7 +214,8 @@ class LatteMacchiato(Mixer):
         if self.reads_latents:
             logits = latents.step(in_dtype(x_BE, latents.dtype), state)
         score = None if state.kept is None else latents.kept_scores.step(x_BE)
-        options = self.scale, self.softcap, rotary, logits, self.joint_softmax, score
+        kept = None if score is None else (score, self.score_rise)
+        options = self.scale, self.softcap, rotary, logits, self.joint_softmax, kept
         return self._output(state.attend(local, *options), local[2], x_BE)
 
     def _begun_step(self, begun: Any, state: StepState, rotary: Rotary | None) -> Tensor:
@@ -206,7 +223,8 @@ class LatteMacchiato(Mixer):
         *local, latent_q, latent_k, score = begun
         latents: Any = self._modules["latents"]
         logits = latent_q, latent_k, latents.log_decay(len(latent_q))
-        options = logits, self.joint_softmax, None if state.kept is None else score
+        kept = None if state.kept is None else (score, self.score_rise)
+        options = logits, self.joint_softmax, kept
         table = self._table(local[0], state, rotary)
         return state.attend(self._normed(local, state), self.scale, self.softcap, table, *options)
 

@@ -53,6 +53,11 @@ def _check_range(what: str, value: Sequence[float], bound: float, wanted: str) -
     raise ValueError(f"{what} must be two numbers with {wanted}, got {value!r}")
 
 
+def check_half_life(what: str, value: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{what} must be a number above 0, got {value!r}")
+
+
 def check_switch(what: str, value: bool) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{what} must be True or False, got {value!r}")
@@ -229,6 +234,13 @@ class PartitionFields(LatentFields):
         KEPT_BLOCK,
         "number of tokens after which it is decided anew which tokens are kept",
         partial(check_whole, unit=" token"),
+    )
+    # Scores are logarithms of weights. Without it ever fewer of the last tokens are kept.
+    kept_half_life: float | None = option(
+        None,
+        "number of tokens after which the weight by which a token is kept has halved",
+        check_half_life,
+        "it does not fall",
     )
     kept_dtype: str = option(
         "auto",

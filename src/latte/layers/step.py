@@ -226,17 +226,18 @@ class StepState:
         rotary: Rotary | None = None,
         latents: tuple[Tensor, Tensor, Tensor | None] | None = None,
         joint: bool = False,
-        score: Tensor | None = None,
+        kept: tuple[Tensor, float] | None = None,
     ) -> Tensor:
         """The output of each head, (B, H, D), for the window's q, k and v of one token per row.
 
         It is that of the window alone, or mixed with the ``latents``: their q, k and log-decay.
-        With kept tokens ``score`` (B, G) is that of this token.
+        With kept tokens ``kept`` is this token's score (B, G), and the mixer's ``score_rise``.
         """
         step_context, sinks = self.step_context, self._sinks(rotary)
         table = None if rotary is None else rotary[:2]
         options: Any = {"scale": scale, "softcap": softcap, "rotary": table}
-        if score is not None:
+        if kept is not None:
+            score, options["rise"] = kept
             return self._attend_kept(local, score, latents, sinks=sinks, **options)
         assert self.ring is not None
         where: Any = self.ring, self.slot, step_context.real
@@ -269,7 +270,7 @@ class StepState:
             return ()
         table = None if rotary is None else rotary[:2]
         given: Any = held, self.step_context.position, None, *self.kept_sizes
-        given += mixer.scale, mixer.softcap, table, self._sinks(rotary)
+        given += mixer.scale, mixer.softcap, table, self._sinks(rotary), mixer.score_rise
         more = native_arguments(*given)
         return latent.log_mass, latent.mean, None, *more
 

@@ -144,6 +144,13 @@ def comparable(scores: Tensor) -> Tensor:
     return torch.where(scores.isnan(), -torch.inf, scores)
 
 
+def risen(scores: Tensor, positions: Tensor, rise: float) -> Tensor:
+    """Scores (..., G), at least fp32, plus ``rise`` times the positions (...) of their tokens."""
+    scores = scores.to(computation_dtype(scores.dtype))
+    wide = torch.float32 if positions.device.type == "mps" else torch.float64
+    return scores + (positions.to(wide) * rise).to(scores.dtype)[..., None]
+
+
 def taken(x_BSGX: Tensor, index_NMG: Tensor, there_NMG: Tensor, fill: float = 0) -> Tensor:
     """The sources of these places, (N, M, G, ...); ``fill`` where there is none.
 

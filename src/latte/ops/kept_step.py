@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from latte.ops.kept import KeptLatents, KeptState, comparable
+from latte.ops.kept import KeptLatents, KeptState, comparable, risen
 from latte.ops.mxint8 import pack, unpack
 from latte.ops.step import StepSinks, TokenRotary, in_dtype, native, rotated, take_sinks
 from latte.ops.tensors import computation_dtype, number
@@ -102,6 +102,7 @@ def kept_step(
     rotary: TokenRotary | None = None,
     sinks: StepSinks | None = None,
     latents: KeptLatents | tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor] | None = None,
+    rise: float = 0.0,
     update: bool | None = None,
 ) -> Tensor:
     """Softmax attention over window, sinks, kept tokens and latents (:mod:`latte.ops.kept`).
@@ -121,6 +122,7 @@ def kept_step(
             which it leaves the window. It is never kept, and the latents do not read it.
         latents: Query logits (B, H, L+1), key logits (B, H, L), log-decays (B, H, L) or (H, L) or
             None, log-mass (B, H, L) and mean (B, H, L, D), both overwritten; None: no latents.
+        rise: What is added to the score for each token before this one.
         update: Whether an update is due in any row; None: not known on the host.
 
     Returns:
@@ -131,7 +133,7 @@ def kept_step(
     if native(None if latents is None else latents[4], q, k, v, *exact):
         latent_q, latent_k, log_decay, *state = latents or (None,) * 5
         more = native_arguments(
-            *(held, seen, real, count, window, block, scale, softcap, rotary, sinks)
+            *(held, seen, real, count, window, block, scale, softcap, rotary, sinks, rise)
         )
         return torch.ops.latte.cpu_kept_step(
             latent_q, latent_k, q, k, v, score, *state, log_decay, *more
@@ -147,6 +149,7 @@ def kept_step(
     q_far = None if sinks is None else rotated(q, sinks.rotary or rotary)
     if rotary is not None:
         q, k = rotated(torch.cat([q, k], 1), rotary).split([H, G], 1)
+    score = risen(score, seen, rise) if rise else score
     _put(held, seen, real, *numbers, k, v, score, None if latents is None else latents.k)
 
     def logits_of(q: Tensor, keys: Tensor) -> Tensor:
@@ -201,12 +204,13 @@ def native_arguments(
     softcap: float | None,
     rotary: TokenRotary | None,
     sinks: StepSinks | None,
+    rise: float = 0.0,
 ) -> tuple[Any, ...]:
     """The arguments of the native op that a token does not change, of :func:`kept_step`'s."""
     table, far = rotary or (None, None), (None,) * 4
     if sinks is not None:
         far = *sinks[:2], *(sinks.rotary or table)
-    return *held, seen, *table, real, scale, softcap or 0.0, count, window, block, *far
+    return *held, seen, *table, real, scale, softcap or 0.0, count, window, block, rise, *far
 
 
 def _at(x_BHMX: Tensor, index_BGM: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ def sized(size, dtype, to=None, rows=slice(None)):
         late = numbers(B, H, L + 1, seed=32 + t), numbers(B, H, L, seed=34 + t), decay, *state
         options = {"scale": K**-0.5, "softcap": 3.0 if t else None, "latents": late}
         options |= {"count": N, "window": W, "block": C, "sinks": StepSinks(*sinks, seen)}
+        options["rise"] = 0.25 * t
         score, real = numbers(B, G, seed=36 + t), torch.tensor([True, True, t == 1])[rows]
         with torch.no_grad():
             outs.append(kept_step(q, k, v, score, held, seen, real, **options))

@@ -35,6 +35,7 @@ struct KeptStep {
     Tensor seen, cos, sin, real;               // (B,) int64; (B or 1, 1, 1 or 2, K/2); (B,)
     double scale = 1.0, softcap = 0.0;         // 0: none
     int64_t count = 0, window = 0, block = 0;  // M = count + window + block - 1
+    double rise = 0.0;                         // added to a score for each token before
     Tensor sink_keys, sink_values, sink_cos, sink_sin;  // (B,G,n,K), (B,G,n,D); as cos and sin
     Tensor out;                                         // (B,H,D)
 
@@ -117,7 +118,7 @@ static void check_call(const Expect& expect, const KeptStep& step) {
 
 // (latent_q?, latent_k?, q, k, v, score, log_mass?!, mean?!, log_decay?, keys!, values!, scores!,
 // positions!, latent_keys?!, decays?!, seen, cos?, sin?, real?, scale, softcap, count, window,
-// block, sink_keys?!, sink_values?!, sink_cos?, sink_sin?) -> y
+// block, rise, sink_keys?!, sink_values?!, sink_cos?, sink_sin?) -> y
 void take_kept_step(StableIValue* arguments, uint64_t, uint64_t) {
     Stack stack(arguments);
     KeptStep step;
@@ -134,6 +135,7 @@ void take_kept_step(StableIValue* arguments, uint64_t, uint64_t) {
     step.real = stack.maybe_tensor();
     step.scale = stack.number(), step.softcap = stack.number();
     step.count = stack.integer(), step.window = stack.integer(), step.block = stack.integer();
+    step.rise = stack.number();
     step.sink_keys = stack.maybe_tensor(true), step.sink_values = stack.maybe_tensor(true);
     step.sink_cos = stack.maybe_tensor(), step.sink_sin = stack.maybe_tensor();
     check_call(Expect("cpu_kept_step"), step);
@@ -295,7 +297,8 @@ static void put(const KeptStep& step, int64_t b, int64_t g, T* x) {
     if (place < n) write_row<S>(x, D, KeptStep::row_of<S>(step.sink_values, b, g, place));
     write_row<S>(x, D, KeptStep::row_of<R>(step.values, b, g, slot));
     const int64_t at = (b * step.groups() + g) * step.slots() + slot;
-    const T score = number_at<T>(step.score, b * step.score.strides[0] + g * step.score.strides[1]);
+    T score = number_at<T>(step.score, b * step.score.strides[0] + g * step.score.strides[1]);
+    if (step.rise != 0) score += T(step.rise * double(place));
     step.scores.at<T>()[at] = score == score ? score : -std::numeric_limits<T>::infinity();
     step.positions.at<int64_t>()[at] = place;
     if (!step.latents()) return;

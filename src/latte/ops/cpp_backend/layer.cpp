@@ -196,7 +196,7 @@ void end(StableIValue* arguments, uint64_t, uint64_t) {
 
 // The arguments of a layer's three calls: t is a tensor, ? maybe one, n a number, i an integer and
 // f a flag. An earlier call gives those with a space.
-constexpr char BEGIN[] = "tnnt?t?t?ii???????n", KEPT[] = "      ???tttt??t???nniii????";
+constexpr char BEGIN[] = "tnnt?t?t?ii???????n", KEPT[] = "      ???tttt??t???nniiin????";
 constexpr char END[] = "t?tnnt?t?t?f";
 
 // The layers of a model, with all that is the same for every token. What they are given is checked

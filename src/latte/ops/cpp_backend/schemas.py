@@ -46,10 +46,9 @@ def _ops() -> dict[str, Callable[..., Any]]:
         ),
         f"""kept_step(Tensor? latent_q, Tensor? latent_k, Tensor q, Tensor k, Tensor v,
             Tensor score, {KEPT}, Tensor seen, Tensor? cos, Tensor? sin, Tensor? real, float scale,
-            float softcap, int count, int window, int block, Tensor(i!)? sink_keys,
-            Tensor(j!)? sink_values, Tensor? sink_cos, Tensor? sink_sin) -> Tensor""": (
-            lambda latent_q, latent_k, q, k, v, *_: _heads(q, v)
-        ),
+            float softcap, int count, int window, int block, float rise,
+            Tensor(i!)? sink_keys, Tensor(j!)? sink_values, Tensor? sink_cos, Tensor? sink_sin)
+            -> Tensor""": (lambda latent_q, latent_k, q, k, v, *_: _heads(q, v)),
         """rg_lru_step(Tensor x, Tensor recurrence_weight, Tensor recurrence_bias,
             Tensor input_weight, Tensor input_bias, Tensor theta, Tensor norm, float eps,
             Tensor(a!) state, Tensor? real) -> Tensor""": _like_first,
