@@ -61,14 +61,12 @@ class MacchiatoAttention(LatteMacchiato):
         # In training also "hidden": the latents alone, but the window for a sequence's first W
         # tokens, for which delayed latents have nothing.
         self.mixing: str = fields.mixing_of(self.layer_idx)
+        kept = fields.kept_block, fields.kept_dtype, fields.kept_half_life
         self._share_past(
             fields.num_sinks if fields.has_window(self.layer_idx) else 0,
             fields.delay_latents and self.converted,
             fields.joint_softmax and self.converted,
-            (
-                *(fields.kept_of(self.layer_idx), fields.kept_block, fields.kept_dtype),
-                fields.kept_half_life,
-            ),
+            (fields.kept_of(self.layer_idx), *kept),
         )
         self._apply_rotary = sys.modules[type(base).__module__].apply_rotary_pos_emb
         if not self.converted:
@@ -105,8 +103,7 @@ class MacchiatoAttention(LatteMacchiato):
         cache, x_BTE = one_cache(past_key_values, cache), hidden_states
         context = self.turned(context, position_embeddings)
         if teacher is not None:
-            scores = self.scores(x_BTE, context)
-            near = self.near(x_BTE, EMPTY, context)._replace(scores=scores)
+            near = self.near(x_BTE, EMPTY, context)._replace(scores=self.scores(x_BTE, context))
             if self.converted:
                 return teacher(self, x_BTE, near, context), None
             return self.o_proj(self.full_attention(near, context)[0].flatten(-2)), None

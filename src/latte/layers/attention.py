@@ -49,8 +49,7 @@ class LatteMacchiato(Mixer):
             latents read the others. It needs ``delay_latents`` and ``joint_softmax``.
         kept_block: Number of tokens after which it is decided anew which tokens are kept. Between
             two decisions the window has up to ``kept_block - 1`` more keys.
-        kept_half_life: Number of tokens after which the weight by which a token is kept has halved:
-            a score is less by ln 2 then. None: scores stay as they are.
+        kept_half_life: Number of tokens after which a token's exp(score) has halved; None: never.
         kept_dtype: "auto", or "mxint8": the state then has 8 bits (:mod:`latte.ops.mxint8`).
         latents: Other arguments of :class:`LatentLogits`, such as ``latent_input``,
             ``window_probability`` and ``forgetting``. The window does not forget.
@@ -97,13 +96,11 @@ class LatteMacchiato(Mixer):
         latents |= {"window_logit": True, "kept_groups": groups, "causal": causal}
         self.latents: Any = LatentLogits(hidden_size, num_heads, num_latents, **latents)
 
-    def _share_past(
-        self, sinks: int, delay: bool, joint: bool, kept: tuple[int, int, str, float | None]
-    ) -> None:
+    def _share_past(self, sinks: int, delay: bool, joint: bool, kept: tuple[Any, ...]) -> None:
         """Set how window, sinks, kept tokens and latents divide the past among themselves."""
         kept_tokens, self.kept_block, self.kept_dtype, half_life = kept
-        # All older scores fall alike, so it is the new ones that rise.
-        self.score_rise = 0.0 if half_life is None else math.log(2.0) / half_life
+        # Older scores fall alike, so it is the new ones that rise.
+        self.score_rise = math.log(2.0) / half_life if half_life else 0.0
         if (sinks > 0 or delay or joint or kept_tokens > 0) and not self.causal:
             raise ValueError(
                 "LatteMacchiato: num_sinks, delay_latents, joint_softmax and kept_tokens need"
@@ -123,14 +120,11 @@ class LatteMacchiato(Mixer):
 
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
-        names = (
-            *("window_probability", "num_sinks", "delay_latents", "joint_softmax"),
-            *("kept_tokens", "kept_block", "kept_half_life", "kept_dtype"),
-        )
-        own = {name: getattr(config, name) for name in names}
-        own["window"] = config.sliding_window
-        local = cls.local_options(config)
-        return super().options(config) | LatentLogits.options(config) | own | local
+        names = "window_probability", "num_sinks", "delay_latents", "joint_softmax", "kept_tokens"
+        kept = "kept_block", "kept_half_life", "kept_dtype"
+        own = {name: getattr(config, name) for name in (*names, *kept)}
+        own |= {"window": config.sliding_window, **cls.local_options(config)}
+        return super().options(config) | LatentLogits.options(config) | own
 
     def _project(self, x_BTE: Tensor, state: MixerState, context: Context) -> Projected:
         near = self.near(x_BTE, state, context)
@@ -141,18 +135,15 @@ class LatteMacchiato(Mixer):
     def with_logits(self, x_BTE: Tensor, near: Projected, context: Context) -> Projected:
         """The same with the latents' logits and log-decay."""
         q, k, log_decay, state = self.latents(x_BTE, near.state, context)
-        scores = self.scores(x_BTE, context) if self.kept_tokens else None
-        own = {"log_decay": log_decay, "state": state, "scores": scores}
+        own = {"log_decay": log_decay, "state": state, "scores": self.scores(x_BTE, context)}
         return near._replace(latent_q=q, latent_k=k, **own)
 
     def scores(self, x_BTE: Tensor, context: Context) -> Tensor | None:
         """The scores of the tokens, (B, T, G), if some of them are kept."""
         if not self.kept_tokens:
             return None
-        scores: Tensor = self.latents.kept_scores(x_BTE)
-        if not self.score_rise:
-            return scores
-        return risen(scores, context.positions(x_BTE), self.score_rise)
+        scores, rise = self.latents.kept_scores(x_BTE), self.score_rise
+        return risen(scores, context.positions(x_BTE), rise) if rise else scores
 
     def _attend(
         self, x_BTE: Tensor, projected: Projected, context: Context
@@ -161,12 +152,9 @@ class LatteMacchiato(Mixer):
         if projected.latent_q is None:
             return self.window_branch(projected, context)
         partition, state = self.divide(projected, context)
+        given = projected.latent_q, projected.latent_k, projected.q, projected.k, projected.v
         return context.across(macchiato_attention)(
-            projected.latent_q,
-            projected.latent_k,
-            projected.q,
-            projected.k,
-            projected.v,
+            *given,
             window=self.window,
             scale=self.scale,
             softcap=self.softcap,
@@ -213,8 +201,7 @@ class LatteMacchiato(Mixer):
         logits = None
         if self.reads_latents:
             logits = latents.step(in_dtype(x_BE, latents.dtype), state)
-        score = None if state.kept is None else latents.kept_scores.step(x_BE)
-        kept = None if score is None else (score, self.score_rise)
+        kept = None if state.kept is None else (latents.kept_scores.step(x_BE), self.score_rise)
         options = self.scale, self.softcap, rotary, logits, self.joint_softmax, kept
         return self._output(state.attend(local, *options), local[2], x_BE)
 
@@ -223,8 +210,11 @@ class LatteMacchiato(Mixer):
         *local, latent_q, latent_k, score = begun
         latents: Any = self._modules["latents"]
         logits = latent_q, latent_k, latents.log_decay(len(latent_q))
-        kept = None if state.kept is None else (score, self.score_rise)
-        options = logits, self.joint_softmax, kept
+        options = (
+            logits,
+            self.joint_softmax,
+            None if state.kept is None else (score, self.score_rise),
+        )
         table = self._table(local[0], state, rotary)
         return state.attend(self._normed(local, state), self.scale, self.softcap, table, *options)
 

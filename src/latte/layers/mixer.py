@@ -403,9 +403,8 @@ class Mixer(InitializedModule):
         """Local queries and keys of x, rotated, and values."""
         G = self.num_key_value_heads
         q, k, v = project(x_BTE, self.q_proj, self.k_proj, self.v_proj)
-        q_BTHK = q.unflatten(-1, (self.num_heads, -1))
-        k_BTGK, v_BTGD = k.unflatten(-1, (G, -1)), v.unflatten(-1, (G, -1))
-        return self._rotated(q_BTHK, k_BTGK, v_BTGD, state, context)
+        heads = self._heads(q, self.num_heads), self._heads(k, G), self._heads(v, G)
+        return self._rotated(*heads, state, context)
 
     def _rotated(
         self, q: Tensor, k: Tensor, v: Tensor, state: MixerState, context: Context
@@ -434,9 +433,7 @@ class Mixer(InitializedModule):
         """
         part = "kept" if partition is not None and partition.kept is not None else "window"
         out, tail = context.across(sliding_window_attention)(
-            near.q,
-            near.k,
-            near.v,
+            *(near.q, near.k, near.v),
             window=window,
             scale=self.scale,
             softcap=self.softcap,
