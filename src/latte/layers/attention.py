@@ -135,7 +135,8 @@ class LatteMacchiato(Mixer):
     def with_logits(self, x_BTE: Tensor, near: Projected, context: Context) -> Projected:
         """The same with the latents' logits and log-decay."""
         q, k, log_decay, state = self.latents(x_BTE, near.state, context)
-        own = {"log_decay": log_decay, "state": state, "scores": self.scores(x_BTE, context)}
+        scores = self.scores(x_BTE, context) if self.kept_tokens else None
+        own = {"log_decay": log_decay, "state": state, "scores": scores}
         return near._replace(latent_q=q, latent_k=k, **own)
 
     def scores(self, x_BTE: Tensor, context: Context) -> Tensor | None:

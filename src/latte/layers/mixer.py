@@ -386,15 +386,13 @@ class Mixer(InitializedModule):
     def _heads(self, flat_BTE: Tensor, heads: int) -> Tensor:
         return flat_BTE.unflatten(-1, (heads, -1))
 
-    def _add_local(
-        self, window: int | None, rope_theta: float | None, softcap: float | None
-    ) -> None:
+    def _add_local(self, window: int | None, theta: float | None, softcap: float | None) -> None:
         """Add what local attention needs: window, softcap, rotation, and projections of q and k."""
         if window is not None:
             check_positive(type(self).__name__, window=window)
         self.window, self.softcap = window, softcap
-        if rope_theta is not None:
-            self.rotary = RotaryEmbedding(self.head_dim, rope_theta)
+        if theta is not None:
+            self.rotary = RotaryEmbedding(self.head_dim, theta)
         E, K = self.hidden_size, self.head_dim
         self.q_proj = nn.Linear(E, self.num_heads * K, bias=False)
         self.k_proj = nn.Linear(E, self.num_key_value_heads * K, bias=False)
@@ -403,8 +401,9 @@ class Mixer(InitializedModule):
         """Local queries and keys of x, rotated, and values."""
         G = self.num_key_value_heads
         q, k, v = project(x_BTE, self.q_proj, self.k_proj, self.v_proj)
-        heads = self._heads(q, self.num_heads), self._heads(k, G), self._heads(v, G)
-        return self._rotated(*heads, state, context)
+        q_BTHK = q.unflatten(-1, (self.num_heads, -1))
+        k_BTGK, v_BTGD = k.unflatten(-1, (G, -1)), v.unflatten(-1, (G, -1))
+        return self._rotated(q_BTHK, k_BTGK, v_BTGD, state, context)
 
     def _rotated(
         self, q: Tensor, k: Tensor, v: Tensor, state: MixerState, context: Context
