@@ -243,12 +243,15 @@ class LatteConfig(PartitionFields, PreTrainedConfig):
 
     def state_grows(self, layer_idx: int) -> bool:
         """Whether a layer's state keeps every token. Only full softmax attention does."""
-        return find_mixer(self.mixer_of(layer_idx)).grows
+        kind = self.block_types[layer_idx % len(self.block_types)]
+        return kind == "attention" and find_mixer(self.mixer).grows
 
     def kept_sizes(self, layer_idx: int) -> tuple[int, int, int] | None:
         """Numbers of kept tokens, of the window's keys and of a block's tokens; None if none."""
-        window = None if self.mixer_of(layer_idx) == "recurrent" else self.sliding_window
-        return (self.kept_tokens, window, self.kept_block) if self.kept_tokens and window else None
+        window = self.sliding_window
+        if not (self.kept_tokens and window) or self.mixer_of(layer_idx) == "recurrent":
+            return None
+        return self.kept_tokens, window, self.kept_block
 
     @property
     def embedding_scale(self) -> float:
