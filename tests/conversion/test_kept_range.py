@@ -194,6 +194,11 @@ def test_a_range_that_does_not_fit_is_refused(given, said):
         converted("llama", **KEPT, kept_range=given)
 
 
+def test_frequencies_that_change_with_the_length_have_no_range():
+    with pytest.raises(LatteError, match="kept_range: expected None for a base whose rotary"):
+        converted("llama", "longrope", **KEPT, kept_range=24)
+
+
 def test_queries_look_at_sinks_from_within_the_range(model):
     edges = {layer.self_attn.sink_edge for layer in model.model.layers}
     assert 63 in edges if model.config.far_sinks else 63 not in edges

@@ -86,6 +86,11 @@ class MacchiatoDecoder(MacchiatoPreTrained):
         self._keys_to_ignore_on_load_unexpected = unused
         kept = [layer for layer in range(config.num_hidden_layers) if config.kept_of(layer)]
         self._kept_range: KeptRange | None = None
+        if config.kept_range and self.frequencies_by_length:
+            raise LatteError(
+                "kept_range: expected None for a base whose rotary frequencies change with the"
+                f" length of a text, got {config.kept_range}"
+            )
         if kept and not self.frequencies_by_length:
             positions = config.kept_range or config.max_position_embeddings
             self._kept_range = KeptRange.of(positions, config.local_window, config.kept_block)
