@@ -55,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILES")
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--block", type=int, default=32, help="tokens between two choices")
+    for name, kind in (("kept-range", int), ("kept-half-life", float)):
+        parser.add_argument(f"--{name}", type=kind, help="the option of a conversion")
     parser.add_argument("--far-sinks", action="store_true", help="the option of a conversion")
     parser.add_argument("--steps", type=int, default=240, help="of the last stage")
     parser.add_argument("--lengths", type=integers, default=[LENGTH, 2 * LENGTH],
@@ -110,8 +112,8 @@ def with_latents(
         raise LatteError(f"--kept-tokens is needed: {options.latents} says nothing of kept tokens")
     wanted = {"keep_layers": [], "kept_window": None, "local_window": options.window}
     wanted |= {"kept_tokens": keeping, "kept_block": options.block}
-    if options.far_sinks:
-        wanted["far_sinks"] = True
+    asked = {name: getattr(options, name) for name in ("far_sinks", "kept_range", "kept_half_life")}
+    wanted |= {name: x for name, x in asked.items() if x}
     config = converted_config(options.base, fields | wanted)
     model = load_base(options.base, config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():

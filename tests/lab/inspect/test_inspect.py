@@ -95,6 +95,18 @@ def test_layers_can_be_chosen(seen):
     torch.testing.assert_close(one.layers[1].states_THS, both.layers[1].states_THS)
 
 
+def test_recurrent_blocks_are_left_out(make_model, byte):
+    def layers(number, **options):
+        model = make_model("latte-hybrid", num_hidden_layers=number)
+        return list(inspect_model(model, byte, TEXT, shown=8, read=16, **options).layers)
+
+    assert layers(6) == [2, 5] and layers(6, layers=[5]) == [5]
+    with pytest.raises(LatteError, match="layer 4 is a recurrent block.*numbers among 2, 5"):
+        layers(6, layers=[2, 4])
+    with pytest.raises(LatteError, match="recurrent blocks alone: expected a layer"):
+        layers(2)
+
+
 def test_a_page_that_would_be_huge(seen, monkeypatch):
     from latte.lab.inspect import report
 

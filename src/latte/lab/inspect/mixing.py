@@ -26,7 +26,7 @@ from torch.nn.functional import softplus
 from latte.conversion.attention import MacchiatoAttention
 from latte.errors import LatteError, one_line
 from latte.lab.inspect.kept import KeptTokens
-from latte.layers import Context, LatteMacchiato, Mixer
+from latte.layers import Context, LatteMacchiato, Mixer, RecurrentBlock
 from latte.layers.mixer import EMPTY
 from latte.layers.weights import state_probabilities, window_weights
 
@@ -120,11 +120,13 @@ class Inspection:
 
 
 def find_layers(model: nn.Module, chosen: Sequence[int] | None = None) -> dict[int, nn.Module]:
-    """The layers that mix tokens, by number from 0; all of them, or those chosen.
+    """The layers that have attention weights, by number from 0; all of them, or those chosen.
+
+    A layer's number is its place among all layers: recurrent blocks are counted, and left out.
 
     Raises:
         LatteError: The model has no layers of Latte, is bidirectional, or has no layer of that
-            number.
+            number with attention weights.
     """
     found = [m for m in model.modules() if isinstance(m, Mixer | MacchiatoAttention)]
     if not found:
@@ -132,7 +134,13 @@ def find_layers(model: nn.Module, chosen: Sequence[int] | None = None) -> dict[i
             f"{type(model).__name__} has no layer of Latte: expected a checkpoint of latte train "
             "or latte convert"
         )
-    wanted = range(len(found)) if chosen is None else sorted(set(chosen))
+    shown = [i for i, layer in enumerate(found) if not isinstance(layer, RecurrentBlock)]
+    wanted = shown if chosen is None else sorted(set(chosen))
+    if not shown:
+        raise LatteError(
+            f"{type(model).__name__} has recurrent blocks alone: expected a layer that has"
+            " attention weights"
+        )
     if not all(getattr(layer, "causal", True) for layer in found):
         raise LatteError("a bidirectional model cannot be inspected: expected a causal one")
     for number in wanted:
@@ -140,6 +148,11 @@ def find_layers(model: nn.Module, chosen: Sequence[int] | None = None) -> dict[i
             raise LatteError(
                 f"layers: expected numbers from 0 to {len(found) - 1}, since the model has "
                 f"{len(found)} layers, got {number}"
+            )
+        if number not in shown:
+            raise LatteError(
+                f"layers: layer {number} is a recurrent block, which has no attention weights:"
+                f" expected numbers among {', '.join(map(str, shown))}"
             )
     return {number: found[number] for number in wanted}
 
