@@ -24,12 +24,7 @@ COLUMNS = ("table", "part", "left", "right", "unit", "seeds", "difference", "hal
 MANY = "latte-conv-swa-f++, num_latents=256"
 NARROW = "latte-conv-swa-f++, intermediate_size=445"  # as many parameters as `swa++`
 SHORT = "latte-conv-swa-f++, half_life_range=[1.0,64.0]"
-# Layers of latents that forget and Griffin's recurrent blocks: `r-r-latte-r` on the page.
-HYBRID = (
-    "trial, recurrent_layers=[0,1,3] rglru_decay_range=[0.43,0.992] half_life_range=[1.0,64.0]"
-    " intermediate_size=509"
-)
-# Griffin's recurrent blocks alone: `r-r-r-r`.
+HYBRID = "latte-hybrid"
 RECURRENT = "trial, recurrent_layers=[0,1,2,3] rglru_decay_range=[0.43,0.992] intermediate_size=531"
 WIDE = "latte-r-swa++, window_probability=0.9"
 # Perplexities claimed by Tables 1 and 2: the left one above the right one (for the last pair: or

@@ -9,10 +9,6 @@ from tests.helpers import read_csv
 NAMES = {
     "`latte-conv-swa-f++`, 64 latents a head": "latte-conv-swa-f++, num_latents=256",
     "`latte-conv-swa-f++`, 1.57M": "latte-conv-swa-f++, intermediate_size=445",
-    "`r-r-latte-r`": (
-        "trial, recurrent_layers=[0,1,3] rglru_decay_range=[0.43,0.992]"
-        " half_life_range=[1.0,64.0] intermediate_size=509"
-    ),
     "`r-r-r-r`": (
         "trial, recurrent_layers=[0,1,2,3] rglru_decay_range=[0.43,0.992] intermediate_size=531"
     ),
