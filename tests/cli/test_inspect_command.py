@@ -21,7 +21,7 @@ def test_inspect_writes_tables_figures_and_a_page(place, preset, tmp_path, capsy
     expected = FILES | (LATENT_FILES | WINDOW_FILES if latents else set()) | {"weights.csv"}
     assert {path.name for path in tmp_path.iterdir()} == expected | SETTINGS
     assert all(name in out for name in expected)
-    assert f"{preset}: 1 layers of 2 heads, 25 tokens read, 25 of them shown" in out
+    assert f"{preset}: 1 layer of 2 heads, 25 tokens read, 25 of them shown" in out
     assert ("effective latents" in out) == latents and ("no latents" in out) != latents
     assert [row["layer"] for row in read_csv(tmp_path / "summary.csv")] == ["1", "1"]
 

@@ -360,8 +360,9 @@ def _packed(values: np.ndarray, dtype: str) -> str:
 def outline(inspection: Inspection) -> str:
     """A few lines of what the numbers say."""
     rows = summary_rows(inspection)
+    layers = len(inspection.layers)
     lines = [
-        f"{inspection.label}: {len(inspection.layers)} layers of "
+        f"{inspection.label}: {layers} {'layer' if layers == 1 else 'layers'} of "
         f"{len({row.head for row in rows})} heads, {len(inspection.tokens):,} tokens read, "
         f"{inspection.shown} of them shown"
     ]
