@@ -40,7 +40,7 @@ class MixerState(NamedTuple):
         window: Last W-1 local keys and values (all of them for full softmax attention).
         rglru: State of the RG-LRU, (B, E) fp32.
         conv: Last inputs of the convolution, (B, K-1, E).
-        short_conv: Last inputs of the convolution of q, k and v, or of the block, (B, K-1, C).
+        short_conv: Last inputs of a mixer's own short convolution, (B, K-1, C).
         own: State of a mixer of another kind, (B, ...).
         pending: Latent keys (B, W, H, L) of the last W tokens, if the latents read a token only
             when it leaves the window; and those tokens' values, (B, 1, G, D) where the window holds
