@@ -15,7 +15,7 @@ from latte.ops.triton_backend import checked, segments
 from latte.ops.triton_backend.latte_bidirectional import bidirectional_op
 from latte.ops.triton_backend.latte_causal import causal_op
 from latte.ops.triton_backend.segments import segment_length
-from latte.ops.triton_backend.tiles import counted
+from latte.ops.triton_backend.tiles import counted, factor
 from tests.ops.helpers import key_mask, latte_inputs, relative_error
 from tests.ops.triton_backend.kernel_helpers import DEVICE, kernels
 
@@ -138,6 +138,24 @@ def test_counting_in_two_products_loses_nothing():
     out = torch.empty_like(x)
     prefix_sums[(1,)](x, out, 16, 32)
     torch.testing.assert_close(out.double(), x.double().cumsum(0), rtol=2e-6, atol=0.0)
+
+
+@triton.jit
+def rounded_to_tf32(x_ptr, out_ptr, C: tl.constexpr):
+    at = tl.arange(0, C)
+    tl.store(out_ptr + at, factor(tl.load(x_ptr + at), "tf32_rounded"))
+
+
+def test_rounding_to_tf32_keeps_nan_of_any_bits():
+    """A card writes NaN as 0x7FFFFFFF, which rounding in integers would carry into the sign."""
+    numbers = [0.0, 1.0 + 2.0**-11, -1.0 - 2.0**-11, torch.inf, -torch.inf, 0.0, 0.0, 0.0]
+    x = torch.tensor(numbers)
+    x.view(torch.int32)[5:] = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32)
+    x = x.to(DEVICE)
+    out = torch.empty_like(x)
+    rounded_to_tf32[(1,)](x, out, 8)
+    expected = torch.tensor([0.0, 1.0 + 2.0**-10, -1.0 - 2.0**-10, torch.inf, -torch.inf])
+    assert torch.equal(out[:5].cpu(), expected) and out[5:].isnan().all()
 
 
 def test_a_first_call_on_a_gpu_would_pass():

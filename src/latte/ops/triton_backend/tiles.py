@@ -379,8 +379,10 @@ def factor(x, PRODUCT: tl.constexpr):
         return x.to(tl.bfloat16).to(tl.float32)
     elif PRODUCT == "tf32_rounded":
         # So that tf32 is as good as fp16: the hardware would cut off the last 13 bits.
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-        return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        # A card's NaN has all bits set: the addition would make a zero of it.
+        x = x.to(tl.float32)
+        rounded = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
     else:
         return x.to(tl.float32)
 
