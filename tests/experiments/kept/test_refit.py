@@ -22,7 +22,7 @@ def test_a_file_of_latents_goes_on_with_kept_tokens(tmp_path, monkeypatch, capsy
         monkeypatch.setattr(refit, name, value)
     given = [str(base), str(tmp_path / "latents"), str(tmp_path / "out"), "--steps", "2"]
     given += ["--text", f"text={tmp_path / 'text.jsonl'}", "--window", "16", "--block", "8"]
-    given += ["--lengths", "900"]
+    given += ["--lengths", "900", "--kept-range", "60", "--kept-half-life", "500"]
     assert refit.main(given) == 2
     assert "--kept-tokens is needed" in capsys.readouterr().err
     given += ["--kept-tokens", "3,5"]
@@ -33,5 +33,6 @@ def test_a_file_of_latents_goes_on_with_kept_tokens(tmp_path, monkeypatch, capsy
     )
     made = apply_latents(base, tmp_path / "out.safetensors")
     assert list(made.config.kept_tokens) == [3, 5] and not made.config.keep_layers
+    assert (made.config.kept_range, made.config.kept_half_life) == (60, 500.0)
     for layer in made.model.mixers:
         assert layer.latents.kept_scores.down.weight.abs().max() > 0
