@@ -13,23 +13,50 @@ from latte.lab.command_line import OneLineParser
 from latte.layers.latent_fields import ConversionOptions, default_in_words, flag, options_of
 from latte.serve.settings import Serving
 
-RUN = "a folder written by latte train or save_pretrained, or a GGUF file"
-DEVICE = "such as cpu or cuda; a GPU if there is one"
-DTYPE = "dtype of the weights, such as float32; quantised ones are dequantised (as saved)"
+# Help texts are what the page of the command line shows too: names and values are in backticks,
+# and what follows the last semicolon says what happens without the option.
+RUN = "folder written by `latte train` or `save_pretrained`, or a GGUF file"
+DEVICE = "device to run on, such as `cpu` or `cuda`; a GPU if there is one"
+DTYPE = "precision of the weights, such as `float32`; integers are dequantised; as saved"
+COMPILE = "compile one step of decoding first"
+QUIET = {"action": "store_true", "help": "print no progress bar and no lines"}
 FORCE = {"action": "store_true", "help": "replace results of other settings"}
-OVERRIDES = {"nargs": "*", "metavar": "key=value"}
+OVERRIDES = {
+    "nargs": "*",
+    "metavar": "key=value",
+    "help": "changes to the recipe, by dotted names, such as `training.max_steps=200`",
+}
 
 
-def has_default(action: argparse.Action) -> bool:
-    """Whether an option has a default to show. Otherwise its text says what happens without it."""
-    return action.default not in (None, argparse.SUPPRESS, False, "", [])
+def meaning_of(action: argparse.Action) -> tuple[str, str]:
+    """What an argument means, and its default; empty if there is none to show."""
+    text = action.help or ""
+    if not action.option_strings:
+        return text, ""
+    if action.default not in (None, argparse.SUPPRESS, False, "", []):
+        return text, f"`{spelled(action.default)}`"
+    flags = action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction)
+    if flags or "; " not in text:
+        return text, ""
+    meaning, default = text.rsplit("; ", 1)
+    return meaning, default.removeprefix("by default ")
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds an option's default to its text, if it has one."""
+def spelled(value: Any) -> str:
+    """A default as it would be typed."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if isinstance(value, int) and value >= unit and value % unit == 0:
+            return f"{value // unit}{name}"
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return super()._get_help_string(action) if has_default(action) else action.help
+
+class Help(argparse.HelpFormatter):
+    """Shows meaning and default of an argument. A terminal needs no backticks."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        meaning, default = meaning_of(action)
+        text = f"{meaning} (default: {default})" if default else meaning
+        return text.replace("`", "").replace("%", "%%")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -159,13 +186,9 @@ def _train(command: Any) -> None:
         " checkpoint. With several processes: torchrun --nproc-per-node 2 -m latte.cli train"
         " RECIPE.",
     ).add_argument
-    add("recipe", help="a YAML recipe")
-    add(
-        "overrides",
-        help="dotted overrides, such as training.max_steps=200 model.preset=latte++",
-        **OVERRIDES,
-    )
-    add("--quiet", action="store_true", help="print no progress bar and no lines")
+    add("recipe", help="YAML recipe")
+    add("overrides", **OVERRIDES)
+    add("--quiet", **QUIET)
 
 
 def _evaluate(command: Any) -> None:
@@ -182,69 +205,99 @@ def _evaluate(command: Any) -> None:
     add(
         "--corpus",
         nargs="+",
-        help="text to score: 'embedded', 'hub:NAME', or files, folders and globs; by default the"
-        " held-out text of the run that made the checkpoint",
+        help="text to score: `embedded`, `hub:NAME`, or files, folders and globs; by default the"
+        " validation text of the run",
     )
-    add("--field", help="JSON field or Parquet column of the text (default: text)")
+    add("--field", help="JSON field or Parquet column of the text; `text`")
     add(
         "--lengths",
         type=integers,
-        help="context lengths in tokens, 256,1024,4096 by default; of niah 1024,4096",
+        help="context lengths in tokens, separated by commas; `256,1024,4096`, of `niah`"
+        " `1024,4096`",
     )
-    add("--positions", type=integers, help="positions that divide each window's scores")
     add(
-        "--join", action="store_true", help="join all documents, for contexts longer than documents"
+        "--positions",
+        type=integers,
+        help="positions at which the scores of each window are divided too, such as `16,64,256`",
     )
-    add("--max-tokens", type=int, help="approximate number of tokens to score; all by default")
+    add(
+        "--join",
+        action="store_true",
+        help="make one long document of all, for contexts longer than the documents",
+    )
+    add(
+        "--max-tokens",
+        type=int,
+        help="number of tokens to score, about, spread evenly over the text; all",
+    )
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness").add_argument
     tasks(
         "--tasks",
         type=names,
-        help="names of tasks or YAML files, separated by commas; niah: facts in long texts, made"
-        " from the corpus",
+        help="tasks of lm-evaluation-harness to run instead: names or YAML files, separated by"
+        " commas. `niah` (or `niah_single`, `niah_keys`, `niah_values`, `niah_variables`,"
+        " `niah_words`) finds facts in long texts, made from the corpus",
     )
-    tasks("--limit", type=int, help="number of documents per task; all by default")
-    tasks("--num-fewshot", type=int, help="number of examples per question; by default the task's")
-    tasks("--chat-template", action="store_true", help="put prompts into the chat template")
-    tasks("--seed", type=int, help="seed of the cases of niah (default: 0)")
-    tasks("--batch-size", type=int, help="number of prompts in a batch (default: 8)")
+    tasks("--limit", type=int, help="number of documents per task; all, of `niah` 24")
+    tasks(
+        "--num-fewshot", type=int, help="number of examples before each question; as the task says"
+    )
+    tasks(
+        "--chat-template",
+        action="store_true",
+        help="put each prompt into the tokenizer's chat template",
+    )
+    tasks("--seed", type=int, help="seed of the cases of `niah`; `0`")
+    tasks("--batch-size", type=int, help="number of prompts of tasks in one batch; `8`")
     tasks(
         "--max-length",
         type=int,
-        help="number of tokens of a prompt that the model sees; by default its config's",
+        help="number of tokens of a prompt that the model sees; as its config says, of `niah` the"
+        " longest of `--lengths`",
     )
     add(
         "--context-parallel",
         type=int,
         metavar="P",
-        help="under torchrun: divide each window among P processes (default: 1, each has its own"
-        " windows)",
+        help="under torchrun: number of processes that share each window. With 1, each process"
+        " scores windows of its own; `1`",
     )
-    add("--mixing", help="for a converted model: learned, or a control: window, latents or base")
-    add("--segment", type=int, help="number of tokens read at a time (default: 1024)")
-    add("--batch-tokens", type=int, help="number of tokens in a batch (default: 16384)")
-    add("--bf16", action="store_true", help="autocast to bfloat16")
+    add(
+        "--mixing",
+        help="of a converted model: `learned` (the model itself), or a control: `window`,"
+        " `latents` or `base`",
+    )
+    add("--segment", type=int, help="number of tokens read at a time; `1024`")
+    add("--batch-tokens", type=int, help="number of tokens in one batch; `16384`")
+    add("--bf16", action="store_true", help="compute in bfloat16 (autocast)")
     add("--device", help=DEVICE)
     add(
         "--output",
-        help="folder of tables and figures; CHECKPOINT/evaluation[-MIXING], FILE-evaluation, with"
-        " a number where that holds results of other settings",
+        help="folder of the results; `CHECKPOINT/evaluation`, with `-MIXING` if that is given, and"
+        " of a GGUF file `FILE-evaluation` in the working folder",
     )
     add("--force", **FORCE)
 
 
 def _sampling(add: Any, sampled: str) -> None:
     """The options of sampling. `sampled` names the output that a seed repeats."""
-    add("--temperature", type=float, default=0.8, help="temperature; 0 is greedy decoding")
+    add("--temperature", type=float, default=0.8, help="0 always takes the most likely token")
     add("--top-k", type=int, help="sample among the k most likely tokens")
-    add("--top-p", type=float, default=0.95, help="sample within this probability mass")
+    add(
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="sample among the most likely tokens that have this probability together",
+    )
     add("--seed", type=int, help=f"seed: the same seed gives the same {sampled}")
 
 
 def _reading(add: Any, purpose: str) -> None:
     """The options of a document that is read once. `purpose` says what for."""
     add("--read", metavar="FILE", help=f"document to {purpose}: read once, its state is a file")
-    add("--state-dir", metavar="DIR", help="folder of that state; by default the document's")
+    add(
+        "--state-dir", metavar="DIR", help="folder of the state that `--read` keeps; the document's"
+    )
 
 
 def _generate(command: Any) -> None:
@@ -257,19 +310,26 @@ def _generate(command: Any) -> None:
     add("checkpoint", help=RUN)
     add("--plugins", **PLUGINS)
     add("--prompt", default="", help="text to continue")
-    add("--file", help="document to read before the prompt, not printed; the first of several")
+    add(
+        "--file",
+        help="document to read before the prompt, not printed. A file with several documents gives"
+        " its first",
+    )
     _reading(add, "continue, or to answer the prompt about where there is a chat template")
-    add("--state", help="file written by --save-state, to continue from")
-    add("--save-state", help="write the state after document and prompt to this new file")
-    add("--force", action="store_true", help="replace the file of --save-state if it exists")
+    add("--state", help="file that `--save-state` wrote: continue from it")
+    add(
+        "--save-state",
+        help="new file for the state after document and prompt, before the continuation",
+    )
+    add("--force", action="store_true", help="replace the file of `--save-state` if it exists")
     add(
         "--max-new-tokens",
         type=int,
         default=200,
-        help="largest number of new tokens; 0 to save a state only",
+        help="largest number of new tokens; 0 with `--save-state` only reads",
     )
     _sampling(add, "text")
-    add("--compile", action="store_true", help="compile a step of decoding first, for long texts")
+    add("--compile", action="store_true", help=f"{COMPILE}; useful for long texts")
     add("--device", help=DEVICE)
     add("--dtype", help=DTYPE)
 
@@ -282,10 +342,10 @@ def _chat(command: Any) -> None:
         " generated. A turn reads only its new tokens. /clear begins a new conversation, Ctrl-C"
         " stops an answer, and Ctrl-D or /exit ends the conversation.",
     ).add_argument
-    add("checkpoint", help=f"{RUN}; its tokenizer needs a chat template")
+    add("checkpoint", help=f"{RUN}, whose tokenizer has a chat template")
     add("--plugins", **PLUGINS)
-    add("--system", default="", help="system message; the template's own if it is left out")
-    add("--file", help="document to talk about; the first of several")
+    add("--system", default="", help="system message; that of the template")
+    add("--file", help="document to talk about, in front of the first message")
     _reading(add, "talk about")
     add("--apart", action="store_true", help="answer each message without those before it")
     add("--max-new-tokens", type=int, default=512, help="largest number of tokens of an answer")
@@ -303,14 +363,14 @@ def _serve(command: Any) -> None:
         " from the kept state of a text that was read before. It ends when its client disconnects."
         " Needs the extra: pip install 'latte-attention[serving]'.",
     ).add_argument
-    add("checkpoint", help=RUN)
+    add("checkpoint", help=f"{RUN}; requests name it as it is written here")
     add("--plugins", **PLUGINS)
-    add("--host", default="localhost", help="address at which the server listens")
+    add("--host", default="localhost", help="address to listen at")
     add(
         "--port",
         type=int,
         default=8000,
-        help="port number; 0 takes a free port, printed when ready",
+        help="port; 0 takes a free one. The address is printed when the server is ready",
     )
     add("--device", help=DEVICE)
     add("--dtype", help=DTYPE)
@@ -334,24 +394,37 @@ def _compare(command: Any) -> None:
         " 95% intervals, differences paired by seed with their p-values, the order found. To"
         " resume after an interruption, run it again.",
     ).add_argument
-    add("recipe", help="a YAML recipe; its model.preset is not used")
-    add("overrides", help="dotted overrides", **OVERRIDES)
+    add("recipe", help="YAML recipe; its `model.preset` is not used")
+    add("overrides", **OVERRIDES)
     add(
         "--presets",
         type=listed,
-        help="names separated by commas, such as latte++,swa++; the recipe's comparison.presets",
+        help="names separated by commas; the recipe's `comparison.presets`",
     )
-    add("--seeds", type=numbers, help="seeds of initialisation and data order, such as 0,1,2")
-    add("--baseline", help="with --seeds, model to compare with; transformer++ or the first")
+    add(
+        "--seeds",
+        type=numbers,
+        help="seeds separated by commas: train each preset with each of them, report intervals and"
+        " paired differences",
+    )
+    add(
+        "--baseline",
+        help="with seeds: model that the others are compared with; `transformer++`, or the first",
+    )
     add(
         "--lengths",
         type=integers,
-        help="context lengths in tokens; 1, 4 and 16 times the block, with --seeds the block",
+        help="context lengths in tokens, separated by commas; 1, 4 and 16 blocks, with seeds one"
+        " block",
     )
-    add("--max-tokens", type=int, help="number of held-out tokens scored at the end")
+    add("--max-tokens", type=int, help="number of held-out tokens scored at the end; all")
     add("--quiet", action="store_true", help="print no progress bar, no lines and no table")
-    add("--dry-run", action="store_true", help="with --seeds, list the runs and train nothing")
-    add("--report", action="store_true", help="with --seeds, report finished runs, train nothing")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="with seeds: list the runs and their state, train nothing",
+    )
+    add("--report", action="store_true", help="with seeds: report what is finished, train nothing")
 
 
 def _convert(command: Any) -> None:
@@ -362,15 +435,17 @@ def _convert(command: Any) -> None:
         " trains them, and compares the result with the base and controls. To resume after an"
         " interruption, run it again.",
     ).add_argument
-    add("base", help="a pretrained decoder: a folder, a GGUF file, or a name on the Hub")
-    add("output", help="a new folder")
-    add("overrides", help="dotted overrides of the recipe", **OVERRIDES)
+    add("base", help="pretrained decoder: a folder, a GGUF file, or a name on the Hub")
+    add("output", help="new folder; with a recipe, run the command again to continue")
+    add("overrides", **OVERRIDES)
     add(
         "--recipe",
-        help="recipe of the training: layer by layer, next tokens, then a comparison",
+        help="YAML recipe of a conversion: train the latents too, and compare with the base",
     )
     add(
-        "--trained", metavar="FILE", help="latents that were trained before, a file of save_latents"
+        "--trained",
+        metavar="FILE",
+        help="latents that were trained before, a file of `save_latents`",
     )
     hints, kinds = get_type_hints(ConversionOptions), dict[Any, dict[str, Any]]()
     kinds |= {int: {"type": int}, int | None: {"type": int}, float: {"type": float}}
@@ -379,20 +454,20 @@ def _convert(command: Any) -> None:
     kinds[Sequence[int]] = {"type": numbers, "metavar": "7,20,23"}
     kinds[int | Sequence[int]] = {"type": one_or_more, "metavar": "NUMBER"}
     for each in options_of(ConversionOptions):
-        text = f"{each.metadata['help'].replace('`', '')} ({default_in_words(each)})"
+        text = f"{each.metadata['help']}; {default_in_words(each)}"
         kind = kinds.get(hints[each.name], {})
         if each.name == "kept_window":
             kind = {"type": kept_window, "metavar": "NUMBER|all"}
             text += ", or all; with --trained the file's number is the default"
         add(flag(each), dest=each.name, help=text, **kind)
-    add("--seed", type=int, help="seed of the new weights (0)")
-    add("--dtype", help="dtype of the base's weights, as bfloat16 (the checkpoint's)")
+    add("--seed", type=int, help="seed of the new weights; 0")
+    add("--dtype", help="precision of the base's weights, such as `bfloat16`; the checkpoint's")
     add(
         "--weights",
-        help="bits of the base's weights: file (those of a GGUF file), int4, int8 or bfloat16"
-        " (--dtype); BASE may be a converted model, too",
+        help="bits of the base's weights: `file` (those of a GGUF file), `int4`, `int8` or"
+        " `bfloat16`; BASE may be a converted model, too; as `--dtype` says",
     )
-    add("--quiet", action="store_true", help="print no progress bar and no lines")
+    add("--quiet", **QUIET)
 
 
 def _inspect(command: Any) -> None:
@@ -402,30 +477,32 @@ def _inspect(command: Any) -> None:
         "Writes index.html, an interactive page where you choose a token. Also writes figures and"
         " CSVs about the use of the latents, such as the collapse figure.",
     ).add_argument
-    add("checkpoint", help="a folder written by latte train or latte convert")
+    add("checkpoint", help="folder written by `latte train` or `latte convert`")
     add("--plugins", **PLUGINS)
-    add("--text", help="text to inspect")
-    add("--file", help="file with the text: plain text, or JSON lines, of which the first is used")
-    add("--layers", type=numbers, help="layers by number from 0, such as 0,3; all by default")
+    add("--text", help="text to read")
+    add(
+        "--file", help="file with the text: plain text, or JSON lines, whose first document is read"
+    )
+    add("--layers", type=numbers, help="layers to show, by number from 0, separated by commas; all")
     add(
         "--tokens",
         type=int,
         default=256,
-        help="number of tokens shown on the page with all their weights",
+        help="number of tokens shown on the page with all their weights, at most 1024",
     )
     add(
         "--statistics-tokens",
         type=int,
         default=4096,
-        help="number of tokens read for means, CSVs and figures",
+        help="number of tokens read for means, tables and figures",
     )
-    add("--at", type=numbers, help="positions whose weights go into weights.csv, such as 40,80")
-    add("--device", help=DEVICE)
     add(
-        "--output",
-        help="folder of the results; CHECKPOINT/inspection, with a number where that holds"
-        " results of other settings",
+        "--at",
+        type=numbers,
+        help="positions whose weights are written to `weights.csv`, separated by commas",
     )
+    add("--device", help=DEVICE)
+    add("--output", help="folder of the results; `CHECKPOINT/inspection`")
     add("--force", **FORCE)
 
 
@@ -438,29 +515,42 @@ def _benchmark(command: Any) -> None:
         " softmax attention, latte-r-swa++ and transformer++, at 1,024 and 4,096 tokens.",
     ).add_argument
     options: list[tuple[str, Any, str]] = [
-        ("--ops", names, "latte, macchiato, window, linear, rg-lru, softmax, or none"),
-        ("--models", names, "presets and comparators, or none"),
-        ("--modes", names, "forward, forward+backward, decode (models only); all"),
-        ("--size", str, "size of the models: tiny, small, paper, 400m, 2.6b; tiny"),
+        (
+            "--ops",
+            names,
+            "`latte`, `macchiato`, `window`, `linear`, `rg-lru`, `softmax`, or `none`; the first"
+            " three and `softmax`",
+        ),
+        (
+            "--models",
+            names,
+            "presets and baselines, or `none`; `latte-r-swa++` and `transformer++`",
+        ),
+        (
+            "--modes",
+            names,
+            "`forward`, `forward+backward`, `decode` (one token after a context, models only); all",
+        ),
+        ("--size", str, "size of the models: `tiny`, `small`, `paper`, `400m` or `2.6b`; `tiny`"),
         ("--batch", int, "number of sequences in a batch; 1"),
         ("--heads", int, "number of heads of the ops; 8"),
         ("--latents", int, "number of latents per head of the ops; 32"),
         ("--head-dim", int, "width of keys and values of the ops; 64"),
         ("--window", int, "window of the ops, in keys; 128"),
-        ("--dtype", str, "dtype: float32, bfloat16 or float16; float32"),
-        ("--backend", str, "backend of the ops: reference, torch, cpu, triton; library's choice"),
+        ("--dtype", str, "`float32`, `bfloat16` or `float16`; `float32`"),
+        (
+            "--backend",
+            str,
+            "backend of the ops: `reference`, `torch`, `cpu` or `triton`; the library's choice",
+        ),
         ("--device", str, DEVICE),
         ("--budget", float, "seconds of timed calls for each op or model; 1"),
-        ("--lengths", integers, "numbers of tokens, separated by commas; 1024,4096"),
+        ("--lengths", integers, "numbers of tokens, separated by commas; 1,024 and 4,096"),
     ]
     for option, kind, text in options:  # `evaluate.benchmark` has the defaults
         add(option, type=kind, default=argparse.SUPPRESS, help=text)
-    add("--no-memory", action="store_true", help="measure time only; memory needs more processes")
-    add(
-        "--output",
-        help="folder of benchmark.csv; runs/benchmark, with a number where that holds results of"
-        " other settings",
-    )
+    add("--no-memory", action="store_true", help="measure time only")
+    add("--output", help="folder of `benchmark.csv`; `runs/benchmark`")
     add("--force", **FORCE)
 
 

@@ -36,56 +36,66 @@ class Serving:
     """
 
     compiled: bool = setting(
-        False, "compile", "compile a step first; requests are then answered one by one"
+        False, "compile", "compile one step of decoding first; requests are answered one by one"
     )
     slots: int = setting(8, "max-batch", "largest number of requests that share a step", least=1)
     piece: int | None = setting(
         None,
         "prefill-piece",
-        "largest number of prompt tokens read between two steps; 256 on a CPU, else 2048",
+        "largest number of tokens of a prompt that are read between two steps; 256 on a CPU,"
+        " elsewhere 2048",
         least=1,
     )
     longest: int | None = setting(
         None,
         "max-length",
-        "largest number of tokens of prompt and answer; more is refused",
+        "largest number of tokens of prompt and answer together; no limit",
         least=1,
     )
     state_cache: int = setting(
         2**30,
         "state-cache",
-        "size of the states kept in memory, such as 1GiB (the default); 0 keeps none",
+        "memory for states that are kept, such as `2GiB`; 0 keeps none",
         least=0,
         metavar="SIZE",
     )
     state_folder: str | Path | None = setting(
         None,
         "state-cache-dir",
-        "folder where states are also kept as files, for the next start",
+        "folder in which states are kept as files too, for the next start",
         metavar="DIR",
     )
     state_folder_room: int = setting(
-        10 * 2**30, "state-cache-disk", "size of these files, 10GiB by default", metavar="SIZE"
+        10 * 2**30, "state-cache-disk", "largest size of these files together", metavar="SIZE"
     )
     body: int = setting(
-        4 * 2**20, "max-body", "largest size of a request, 4MiB by default", least=1, metavar="SIZE"
+        4 * 2**20,
+        "max-body",
+        "largest size of a request's body, such as `16MiB`; a larger one gets status 413",
+        least=1,
+        metavar="SIZE",
     )
     messages: int = setting(4096, "max-messages", "largest number of messages of a chat", least=1)
     characters: int = setting(
-        2_000_000, "max-characters", "largest number of characters of a request", least=1
+        2_000_000,
+        "max-characters",
+        "largest number of characters of all strings of a request together",
+        least=1,
     )
     patience: float = setting(
         30,
         "client-timeout",
-        "how long to wait for the rest of a request, or for a client that reads nothing",
+        "seconds after which a client is dropped that does not send the rest of its request, or"
+        " does not read its answer; it can take twice as long",
         least=1,
         metavar="SECONDS",
     )
     hosts: Sequence[str] | None = setting(
         None,
         "allowed-hosts",
-        "names in URLs that the server answers to, separated by commas; at a loopback address those"
-        " of this machine are added, elsewhere all are answered if none is named",
+        "names in URLs that the server answers to, without ports, separated by commas:"
+        " `api.example.com`, `*.example.com`, or `*` for any name. At a loopback address those of"
+        " this machine are added; at a loopback address none, elsewhere all",
         metavar="NAMES",
     )
     threads: int | None = None

@@ -31,19 +31,24 @@ BPE_SAMPLE_BYTES = 20_000_000
 class DataSection:
     """The text of a run, and how it is cut into blocks of tokens."""
 
-    corpus: str | list[str] = "embedded"  # see latte.lab.data.corpora.open_corpus
-    validation: str | list[str] | None = None  # held-out text; None: the corpus's own split
-    field: str = "text"  # the JSON field or Parquet column that holds the text
-    hub_config: str | None = None  # a Hub dataset's configuration
-    hub_validation_split: str | None = None  # a Hub dataset's held-out split; None: 1% by hash
-    tokenizer: str = "byte"  # "byte", "bpe" (trained on the corpus), a folder or a Hub name
-    vocab_size: int = 8192  # entries of a trained BPE vocabulary; not used by other tokenizers
+    # training text: `embedded`, `hub:NAME`, a path, a folder, a glob, or a list
+    corpus: str | list[str] = "embedded"
+    # held-out text, as files; without it a part of the corpus is held out
+    validation: str | list[str] | None = None
+    field: str = "text"  # JSON field or Parquet column that holds the text
+    hub_config: str | None = None  # configuration of a Hub dataset
+    hub_validation_split: str | None = None  # held-out split of a Hub dataset; None: 1% by hash
+    tokenizer: str = "byte"  # `byte`, `bpe` (trained on the corpus), a folder, or a name on the Hub
+    vocab_size: int = 8192  # number of entries of a trained BPE
     special_tokens: bool = False  # whether marks of chats and the like in the text are read as such
-    block_length: int = 256  # tokens of a training example
-    respect_documents: bool = True  # a document sees nothing of another that shares its block
+    block_length: int = 256  # number of tokens of a training example
+    # no document sees another in the same block; `false` ignores bounds
+    respect_documents: bool = True
     start_blocks: bool = False  # a block begins with the start token, in place of its first token
-    cache_dir: str | None = None  # tokenised text; None: ~/.cache/latte (or $LATTE_CACHE)
-    max_validation_tokens: int | None = 200_000  # scored during training; None: all
+    # folder of tokenised text; None: `$LATTE_CACHE`, or `~/.cache/latte`
+    cache_dir: str | None = None
+    # number of held-out tokens scored during training; None: all
+    max_validation_tokens: int | None = 200_000
 
 
 @dataclass(frozen=True)

@@ -58,16 +58,16 @@ class LayersSection:
     held_out_rows` of them, and over no more, whatever the number of steps.
     """
 
-    rows: int = 48  # recorded rows to train on
-    held_out_rows: int = 4  # recorded rows that say when to stop
-    steps: int = 120  # of each layer, at most
-    batch_size: int = 2  # rows a step
-    learning_rate: float = 2e-2  # the peak
-    eval_steps: int = 30  # steps between scores on the held-out rows
-    patience: int = 2  # scores without a gain of 0.5% after which a layer is done
-    kept_rows: int = 32  # recorded rows in which facts are asked about: for scores of kept tokens
-    processes: int = 2  # layers fitted at the same time, each on one thread; 1 on a GPU
-    seed: int = 0  # of the rows' choice and of new weights
+    rows: int = 48  # number of recorded rows to train on, of `data.block_length` tokens each
+    held_out_rows: int = 4  # number of recorded rows that decide when to stop
+    steps: int = 120  # largest number of steps per layer
+    batch_size: int = 2  # number of rows per step
+    learning_rate: float = 2e-2  # peak of the learning rate
+    eval_steps: int = 30  # number of steps between scores on the held-out rows
+    patience: int = 2  # number of scores without a gain of 0.5% after which a layer is finished
+    kept_rows: int = 32  # number of recorded rows that ask about facts, for scores of kept tokens
+    processes: int = 2  # number of layers fitted at once, each on one thread; 1 on a GPU
+    seed: int = 0  # seed of the choice of rows and of new weights
 
     def options(self, mass_weight: float) -> FitOptions:
         own = ("steps", "batch_size", "learning_rate", "eval_steps", "patience")

@@ -42,10 +42,13 @@ class ModelSection:
     `preset` and `size` are not used, and `overrides` are fields of its config.
     """
 
+    # name of a preset, of a baseline, or of a model that a plugin registers
     preset: str = "latte-r-swa++"
-    size: str = "tiny"
-    architecture: str | None = None  # a model type of Transformers, such as llama
-    overrides: dict[str, Any] = field(default_factory=dict)  # any field of the model's config
+    size: str = "tiny"  # `tiny`, `small`, `paper`, `400m` or `2.6b`
+    # model type of Transformers, such as `llama`, used instead of a preset
+    architecture: str | None = None
+    # fields of `LatteConfig`, or of the architecture's config, by name
+    overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -68,31 +71,36 @@ class TrainingSection:
     run saves and stops then, but the learning-rate schedule does not change.
     """
 
-    max_steps: int | None = None
-    max_tokens: int | None = None
+    max_steps: int | None = None  # number of optimiser steps. Give this or `max_tokens`, not both
+    max_tokens: int | None = None  # number of tokens to train on
+    # training saves and stops after this time; the learning-rate schedule does not change
     max_minutes: float | None = None
-    batch_size: int = 16  # blocks per process (or group of them) and micro-batch
-    gradient_accumulation: int = 1
-    learning_rate: float = 1e-3  # the peak, after warmup
+    batch_size: int = 16  # blocks per process (or group of processes) and micro-batch
+    gradient_accumulation: int = 1  # number of micro-batches per step
+    learning_rate: float = 1e-3  # peak of the learning rate
+    # how the learning rate falls after the warmup
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = 100
-    min_learning_rate: float = 0.0  # at the end of the decay
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1  # on matrices; not on norms, biases and gates
-    max_grad_norm: float = 1.0
-    bf16: bool = False  # autocast; parameters and optimiser stay fp32
-    backend: Literal["torch", "cpu", "triton"] | None = None  # of Latte's ops; None: the default
-    torch_compile: bool = False  # Latte's own models block by block, others whole
-    chunked_loss: bool = False  # the loss without all logits in memory
-    gradient_checkpointing: bool = False
-    strategy: Literal["ddp", "fsdp2"] = "ddp"  # used when torchrun starts several processes
+    warmup_steps: int = 100  # number of steps in which the learning rate rises to its peak
+    min_learning_rate: float = 0.0  # learning rate at the end
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
+    epsilon: float = 1e-8  # of AdamW
+    weight_decay: float = 0.1  # of AdamW, on matrices only: not on norms, biases and gates
+    max_grad_norm: float = 1.0  # gradients are scaled down to this norm
+    bf16: bool = False  # compute in bfloat16 (autocast); parameters and optimiser stay in fp32
+    # backend of Latte's ops; None: the default
+    backend: Literal["torch", "cpu", "triton"] | None = None
+    torch_compile: bool = False  # compile the model: Latte's own block by block, others whole
+    # compute the loss of Latte's own models without holding all logits (PyTorch 2.13)
+    chunked_loss: bool = False
+    gradient_checkpointing: bool = False  # save memory by computing each layer twice
+    # with several processes: `ddp`, every process holds the model; `fsdp2`, it is sharded
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
     context_parallel: int = 1  # number of processes that share each block, under torchrun
-    seed: int = 0
-    log_steps: int = 10
-    save_steps: int = 500
-    eval_steps: int = 500
-    keep_checkpoints: int = 2
+    seed: int = 0  # seed of weights, data order and dropout
+    log_steps: int = 10  # number of steps between lines of `metrics.jsonl`
+    save_steps: int = 500  # number of steps between checkpoints
+    eval_steps: int = 500  # number of steps between scores on held-out text
+    keep_checkpoints: int = 2  # number of newest checkpoints that are kept
 
 
 @dataclass
@@ -103,16 +111,21 @@ class ConversionSection(ConversionOptions):
     converted, its training continues; its window, latents and the like must be the same as here.
     """
 
-    base: str | None = None  # a folder, or a name on the Hub
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the base's weights
-    mass_weight: float = 1.0  # weight of KL(m || p(l=0)) in the stage `layers`
-    distillation: float = 0.0  # share of KL(base || model) over the next token's distribution
-    # Probability that a layer's window is hidden in the first step of next tokens. It falls
-    # linearly to 0 after the last, so that latents learn to be of use (arXiv 2510.05901).
+    # pretrained decoder: a folder, a GGUF file or a Hub name. A converted model is trained further.
+    # `model` is then not used, and the tokenizer is the base's
+    base: str | None = None
+    # precision of the base's weights; `auto`: the checkpoint's
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    mass_weight: float = 1.0  # weight of KL(m, p(l=0)) in the stage `layers`
+    distillation: float = 0.0  # share of KL(base, model) in next-token training, 0 to 1
+    # probability that a layer's window is hidden in the first step of next tokens; it falls
+    # linearly to 0, so that latents learn to be of use (arXiv 2510.05901)
     window_dropout: float = 0.0
-    trainable: Literal["latents", "lora", "all"] = "latents"  # with lora: the latents too
-    lora_rank: int = 16
-    lora_alpha: float = 32.0
+    # what is trained: `latents`, `lora` (latents and low-rank updates) or `all`
+    trainable: Literal["latents", "lora", "all"] = "latents"
+    lora_rank: int = 16  # rank of the low-rank updates
+    lora_alpha: float = 32.0  # scale of the low-rank updates
+    # projections that get low-rank updates
     lora_targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj"])
 
 
@@ -120,13 +133,17 @@ class ConversionSection(ConversionOptions):
 class ComparisonSection:
     """Options of `latte compare`. A single run ignores them."""
 
-    presets: list[str] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)  # none: one run each, by training.seed
-    baseline: str | None = None  # model to compare with; None: transformer++ or the first
-    # Model whose number of parameters all presets get, by their intermediate_size; None: no fit.
+    presets: list[str] = field(default_factory=list)  # names of the models to compare
+    # seeds; with none, one run of each model by `training.seed`
+    seeds: list[int] = field(default_factory=list)
+    # model that the others are compared with; `transformer++`, or the first
+    baseline: str | None = None
+    # model whose number of parameters all presets get, within half a percent, by their
+    # `intermediate_size`; None: no fit
     equal_parameters: str | None = None
     lengths: list[int] | None = None  # context lengths of the evaluation, in tokens
-    positions: list[int] = field(default_factory=list)  # positions that divide windows' scores
+    # positions at which the scores of each window are divided, such as [64, 256]
+    positions: list[int] = field(default_factory=list)
     max_tokens: int | None = None  # number of held-out tokens scored at the end; None: all
 
 

@@ -39,9 +39,9 @@ STAGES = ("layers", "next-token")
 class EvaluationSection:
     """The held-out text on which the base, the controls and the result are compared."""
 
-    lengths: list[int] | None = None  # context lengths; None: 1, 2, 4 and 8 training blocks
-    max_tokens: int | None = 100_000  # held-out tokens scored; None: all
-    join: bool = False  # one long document of all, for contexts beyond the documents
+    lengths: list[int] | None = None  # context lengths in tokens; None: 1, 2, 4 and 8 blocks
+    max_tokens: int | None = 100_000  # number of held-out tokens scored; None: all
+    join: bool = False  # make one long document of all
 
 
 @dataclass
