@@ -64,7 +64,7 @@ def record(
 
     Args:
         rows: Token ids, (T,) each.
-        told: Function that is called with the number of finished rows.
+        on_row: Function that is called with the number of finished rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = []

@@ -260,7 +260,7 @@ def macchiato_attention(
         partition: How the past is divided between the window and the latents, beyond the paper:
             sinks, delayed latents, one softmax for both, kept tokens. Causal only. With kept
             tokens outputs at masked tokens are zeros, and the state has ``latent`` and ``kept``.
-        initial_state: :class:`MacchiatoState`, or any NamedTuple with its three fields. Parts that
+        initial_state: :class:`MacchiatoState`, or any NamedTuple with its fields. Parts that
             are None are those before the first token. ``pending.values`` may also have the values
             of all W tokens.
 
@@ -431,7 +431,8 @@ def sliding_window_attention(
             with a window).
 
     Returns:
-        Output (B, T, H, D) and the final ``WindowState`` (None unless ``output_final_state``).
+        Output (B, T, H, D) and the final ``WindowState``, with kept tokens the ``KeptState`` (None
+        unless ``output_final_state``).
 
     Raises:
         ValueError: Shapes, dtypes or devices do not fit, or the backend is not available.

@@ -57,7 +57,7 @@ class BaselineMixer(InitializedModule):
         return self._mix(x_BTE, key_mask) if x_BTE.shape[1] else x_BTE
 
     def _mix(self, x_BTE: Tensor, key_mask: Tensor | None) -> Tensor:
-        raise TypeError(f"{type(self).__name__} must define _mix: ComparatorMixer is only a base")
+        raise TypeError(f"{type(self).__name__} must define _mix: BaselineMixer is only a base")
 
     def _check(self, x_BTE: Tensor, key_mask: Tensor | None) -> None:
         name = type(self).__name__

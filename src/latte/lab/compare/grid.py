@@ -1,6 +1,6 @@
 """A grid of runs: their state, their execution, and a report after each.
 
-A comparison of presets, with one seed or several, is a grid; so is every sweep of `replication`.
+A comparison of presets, with one seed or several, is a grid; so is every sweep of `experiments`.
 Each run has a folder of its own. A run that has a result is not done again, so that an interrupted
 grid continues where it stopped. A run that another process is doing is skipped, so that two
 processes can share the work. A run that fails, for example by a lack of memory, is reported, and

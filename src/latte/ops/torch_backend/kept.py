@@ -396,7 +396,7 @@ class KeptCall(NamedTuple):
 
     @property
     def together(self) -> int:
-        """Blocks of a segment: their logits stay small."""
+        """Number of blocks of a segment: so few that their logits stay small."""
         B, Z, G, R = self.shape
         width = self.reach + self.kept.shape[-1]
         most = max(1, SCORES_AT_ONCE // (B * G * R * self.block * width))
@@ -409,7 +409,7 @@ class KeptCall(NamedTuple):
 
     @property
     def segments(self) -> list[slice]:
-        """Number of blocks that are computed together."""
+        """The blocks of each segment."""
         Z, most = self.shape[1], self.together
         return [slice(z, min(Z, z + most)) for z in range(0, Z, most)]
 
