@@ -32,10 +32,10 @@ from latte.conversion.landmarks import set_landmarks
 from latte.conversion.modeling import NEW_WEIGHTS
 from latte.conversion.pretrained import converted_config, load_base, load_tokenizer, save
 from latte.conversion.recording import FitOptions, LayerFit, record, set_learning_rate
+from latte.conversion.step import RotaryTable
 from latte.errors import LatteError
 from latte.lab.command_line import OneLineParser, exit_code
 from latte.lab.train.conversion_trainer import add_lora, merged_lora, mixing
-from latte.lab.train.layers import RotaryTable
 from latte.lab.train.recipe import ConversionSection
 from latte.models.tensor_file import read_tensors
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from latte.conversion.attention_distillation import base_output
+from latte.conversion.step import RotaryTable
 from latte.errors import LatteError
 from latte.layers.kept_range import KeptRange
 from latte.models import LatteCache
@@ -104,8 +105,7 @@ def test_keys_stand_within_the_range(model, ids):
     assert turned and (LENGTH - place[position >= 0]).max() <= 64
     for row, slot, group in (position >= 0).nonzero().tolist():
         where = place[row, slot, group].view(1, 1)
-        kinds = (layer.self_attn.layer_kind,) if model.model.rotary_by_kind else ()
-        cos, sin = model.model.rotary_emb(k, where, *kinds)
+        cos, sin = RotaryTable(model.model, layer.self_attn.layer_kind)(k, where)
         own = k[row, position[row, slot, group], group].view(1, 1, 1, -1)
         expected, _ = layer.self_attn._apply_rotary(own, own, cos, sin, unsqueeze_dim=2)
         torch.testing.assert_close(

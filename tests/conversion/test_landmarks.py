@@ -16,14 +16,15 @@ from latte.conversion.landmarks import (
     set_landmarks,
     turned,
 )
+from latte.conversion.step import RotaryTable
 from latte.layers.weights import mixture, window_share
 from tests.conversion.bases import NAMES, WINDOW, base, converted, tokens
 
 
 def rotation(model, layer, offsets):
     """The base's own rotary table at these offsets, (n, K) cosines and sines."""
-    kind = (layer.layer_kind,) if model.model.rotary_by_kind else ()
-    cos, sin = model.model.rotary_emb(torch.zeros(1, 1, 1), offsets[None], *kind)
+    rotary = RotaryTable(model.model, layer.layer_kind)
+    cos, sin = rotary(torch.zeros(1, 1, 1), offsets[None])
     return cos[0].double(), sin[0].double()
 
 

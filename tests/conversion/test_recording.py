@@ -8,19 +8,11 @@ from safetensors import safe_open
 
 from latte.conversion.landmarks import set_landmarks
 from latte.conversion.recording import FitOptions, LayerFit, record
+from latte.conversion.step import RotaryTable
 from tests.conversion.bases import converted, tokens
 from tests.conversion.test_attention_distillation import errors
 
 FIELDS = {"latent_input": "none", "delay_latents": True}
-
-
-class Table:
-    def __init__(self, model, layer):
-        self.rotary = model.model.rotary_emb
-        self.kind = (layer.layer_kind,) if model.model.rotary_by_kind else ()
-
-    def __call__(self, x, positions):
-        return self.rotary(x, positions, *self.kind)
 
 
 @pytest.fixture
@@ -50,7 +42,9 @@ def test_a_layer_alone_has_the_errors_that_it_has_in_the_model(
     found = errors(model, rows[0][None])
     layers = [x.self_attn for x in model.model.layers if x.self_attn.converted]
     for place, layer in enumerate(layers):
-        fit = LayerFit(copy.deepcopy(layer), Table(model, layer), files[:2], 1)
+        fit = LayerFit(
+            copy.deepcopy(layer), RotaryTable(model.model, layer.layer_kind), files[:2], 1
+        )
         output, _ = fit.errors(fit.train[0])
         # Inputs and targets are kept in bf16, of 8 digits.
         torch.testing.assert_close(output, found.output[place], rtol=0.05, atol=2e-4)
@@ -60,7 +54,7 @@ def test_a_fit_lowers_the_error_and_keeps_the_best(recorded):
     model, _, files = recorded("llama", num_sinks=2, joint_softmax=True)
     layer = model.model.layers[1].self_attn
     files = [files[0], files[0]]  # a random text says nothing of another: judged by its own row
-    fit = LayerFit(copy.deepcopy(layer), Table(model, layer), files, 1)
+    fit = LayerFit(copy.deepcopy(layer), RotaryTable(model.model, layer.layer_kind), files, 1)
     latents, scores = fit.fit(FitOptions(steps=40, eval_steps=10, learning_rate=3e-2))
     assert scores[0].step == 0 and scores[-1].step <= 40
 
@@ -71,7 +65,7 @@ def test_a_fit_lowers_the_error_and_keeps_the_best(recorded):
     assert loss(best) < 0.9 * loss(scores[0])
     assert all(score.window == scores[0].window for score in scores)
     layer.latents.load_state_dict(latents)
-    again = LayerFit(layer, Table(model, layer), files, 1)
+    again = LayerFit(layer, RotaryTable(model.model, layer.layer_kind), files, 1)
     assert again.score(0).output == pytest.approx(best.output, rel=1e-5)
     unchanged = dict(model.model.layers[1].self_attn.named_parameters())
     for name, value in fit.layer.named_parameters():
@@ -81,7 +75,7 @@ def test_a_fit_lowers_the_error_and_keeps_the_best(recorded):
 def test_a_fit_ends_when_nothing_is_gained(recorded):
     model, _, files = recorded("llama")
     layer = model.model.layers[0].self_attn
-    fit = LayerFit(layer, Table(model, layer), files, 1)
+    fit = LayerFit(layer, RotaryTable(model.model, layer.layer_kind), files, 1)
     _, scores = fit.fit(FitOptions(steps=50, eval_steps=1, patience=2, learning_rate=1e-9))
     assert [score.step for score in scores] == [0, 1, 2]
 

@@ -27,9 +27,9 @@ from torch.nn import functional as F
 from latte.conversion.attention import MacchiatoAttention
 from latte.conversion.attention_distillation import base_output, watch
 from latte.conversion.kept_rows import AskedRow
-from latte.conversion.recording import set_learning_rate, write_row
+from latte.conversion.recording import set_learning_rate, write_rows
 from latte.errors import LatteError
-from latte.layers.kept_scores import KeptScores
+from latte.layers.kept_scores import EPS, KeptScores
 from latte.layers.mixer import Context, Projected
 from latte.models.tensor_file import read_tensors, write_tensors
 
@@ -129,19 +129,15 @@ def record_wanted(
 ) -> list[Path]:
     """Run the base over rows, and write one file per row, in bf16.
 
-    A row whose file exists is skipped, so an interrupted run continues where it stopped.
+    A row whose file exists is skipped.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for number, row in enumerate(rows):
-        file = folder / f"asked-{number:05d}.safetensors"
-        if not file.is_file():
-            recorder = KeptRecorder(block, row.asked)
-            watch(model, recorder, input_ids=row.ids[None])
-            write_row(file, recorder.tensors)
-        files.append(file)
-        on_row(number + 1)
-    return files
+
+    def recorded(row: AskedRow) -> dict[str, Tensor]:
+        recorder = KeptRecorder(block, row.asked)
+        watch(model, recorder, input_ids=row.ids[None])
+        return recorder.tensors
+
+    return write_rows(folder, "asked", rows, recorded, on_row)
 
 
 class KeptFit:
@@ -166,7 +162,7 @@ class KeptFit:
                 if not want.shape[-1]:
                     continue
                 x = opened.get_tensor(f"{index}")[sinks : sinks + want.shape[-1]]
-            x = F.rms_norm(x.float(), x.shape[-1:], eps=1e-6)
+            x = F.rms_norm(x.float(), x.shape[-1:], eps=EPS)
             self.x.append(x.to(device))
             self.wanted.append(want.mT.contiguous().to(device))
         if not self.x:

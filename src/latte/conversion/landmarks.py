@@ -41,6 +41,7 @@ from latte.conversion.attention_distillation import (
     sampled_masses,
     watch,
 )
+from latte.conversion.step import RotaryTable
 from latte.errors import LatteError
 from latte.layers import Context, Projected
 from latte.models.hub import quiet_transformers
@@ -93,15 +94,14 @@ def rotary_mean(model: Any, layer: MacchiatoAttention, length: int) -> tuple[Ten
     first = min(layer.window, length - 1)
     device: torch.device = model.device
     offsets = torch.arange(first, length, device=device)[None]
-    decoder = model.model
+    rotary = RotaryTable(model.model, layer.layer_kind)
     probe = torch.zeros(1, 1, 1, dtype=torch.float32, device=device)
-    kind = (layer.layer_kind,) if decoder.rotary_by_kind else ()
-    cos, sin = (x[0].double().cpu() for x in decoder.rotary_emb(probe, offsets, *kind))
+    cos, sin = (x[0].double().cpu() for x in rotary(probe, offsets))
     pairs = (length - offsets[0]).double().cpu()  # number of pairs of tokens at each distance
     weights = pairs[:, None] / pairs.sum()
     half = cos.shape[-1] // 2
     zero = torch.zeros(1, 1, dtype=torch.long, device=device)
-    scale = decoder.rotary_emb(probe, zero, *kind)[0][0, 0, :half].double().cpu()  # for long ranges
+    scale = rotary(probe, zero)[0][0, 0, :half].double().cpu()  # for long ranges
     return (weights * cos[:, :half]).sum(0) * scale, (weights * sin[:, :half]).sum(0) * scale
 
 

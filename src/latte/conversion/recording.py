@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -38,6 +38,8 @@ from latte.conversion.step import rotary_tables
 from latte.layers.mixer import EMPTY, Context, Projected
 from latte.layers.parts import Rotary
 from latte.layers.weights import window_mass, window_odds, with_mass
+
+Row = TypeVar("Row")
 
 
 class Recorder:
@@ -66,14 +68,29 @@ def record(
         rows: Token ids, (T,) each.
         on_row: Function that is called with the number of finished rows.
     """
+
+    def recorded(ids_T: Tensor) -> dict[str, Tensor]:
+        recorder = Recorder()
+        watch(model, recorder, input_ids=ids_T[None])
+        return {str(index): x[0] for index, x in recorder.inputs.items()}
+
+    return write_rows(folder, "row", rows, recorded, on_row)
+
+
+def write_rows(
+    folder: Path,
+    name: str,
+    rows: Iterable[Row],
+    recorded: Callable[[Row], Mapping[str, Tensor]],
+    on_row: Callable[[int], None],
+) -> list[Path]:
+    """Write what is recorded of each row to a file ``NAME-00000.safetensors``, if there is none."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
-    for number, ids_T in enumerate(rows):
-        file = folder / f"row-{number:05d}.safetensors"
+    for number, row in enumerate(rows):
+        file = folder / f"{name}-{number:05d}.safetensors"
         if not file.is_file():
-            recorder = Recorder()
-            watch(model, recorder, input_ids=ids_T[None])
-            write_row(file, {str(index): x[0] for index, x in recorder.inputs.items()})
+            write_row(file, recorded(row))
         files.append(file)
         on_row(number + 1)
     return files

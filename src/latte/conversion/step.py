@@ -70,12 +70,23 @@ def parts_of(layer: Any) -> LayerParts:
     return LayerParts(layer.input_layernorm, attention, norms[0], mlp, after, norms[1], **names)
 
 
+class RotaryTable:
+    """The base's rotary tables for a kind of layer, by positions. It can go to another process."""
+
+    def __init__(self, decoder: Any, kind: str | None) -> None:
+        self.rotary = decoder.rotary_emb
+        self.kind = (kind,) if decoder.rotary_by_kind else ()
+
+    def __call__(self, x_BTE: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, (B, T, K) each, of positions (B, T), in the dtype of x."""
+        return self.rotary(x_BTE, positions, *self.kind)  # type: ignore[no-any-return]
+
+
 def rotary_tables(
-    rotary: Callable[..., tuple[Tensor, Tensor]],
+    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     x_BTE: Tensor,
     position_ids: Tensor,
     edges: Sequence[int],
-    *kind: str,
 ) -> list[tuple[Tensor, Tensor]]:
     """The base's rotary table of positions (B, T), and for each edge that of ``min(t, edge)``.
 
@@ -83,7 +94,7 @@ def rotary_tables(
     (``longrope`` and ``dynamic`` scaling), and all tables of a forward have the same ones.
     """
     places = torch.cat([position_ids, *(position_ids.clamp_max(edge) for edge in edges)], 1)
-    cos, sin = (x.chunk(1 + len(edges), 1) for x in rotary(x_BTE, places, *kind))
+    cos, sin = (x.chunk(1 + len(edges), 1) for x in rotary(x_BTE, places))
     return list(zip(cos, sin, strict=True))
 
 
@@ -100,9 +111,8 @@ def tables_of(
     edges = [edge for edge in each if edge is not None]
     found: dict[Table, list[Any]] = {}
     for kind in config.layer_kinds:
-        own = (kind,) if decoder.rotary_by_kind else ()
-        if own or not tables:
-            made = rotary_tables(decoder.rotary_emb, x_BTE, position_ids, edges, *own)
+        if decoder.rotary_by_kind or not tables:
+            made = rotary_tables(RotaryTable(decoder, kind), x_BTE, position_ids, edges)
             tables = [of(table) for table in made]
         of_edges: dict[int | None, list[Any]] = dict(zip(edges, tables[1:], strict=True))
         for edge in each:
@@ -117,9 +127,7 @@ def turns_of(
     place = torch.full((1, 1), positions, device=device)
     found = {}
     for kind in decoder.config.layer_kinds:
-        own = (kind,) if decoder.rotary_by_kind else ()
-        like = torch.zeros(1, 1, 1, device=device)
-        [table] = rotary_tables(decoder.rotary_emb, like, place, (), *own)
+        table = RotaryTable(decoder, kind)(torch.zeros(1, 1, 1, device=device), place)
         cos, sin = (x[0, 0, : x.shape[-1] // 2] for x in table)
         factor = torch.hypot(cos, sin)  # the base's rotation, once for each key
         found[kind] = cos / factor, sin / factor

@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     size = words[0] if words else "tiny"
     if len(words) > 1 or size not in SIZES:
         expected = f"expected one of the sizes {', '.join(SIZES)}"
-        print(f"comparators: error: {expected}, got {' '.join(words)}", file=sys.stderr)
+        print(f"baselines: error: {expected}, got {' '.join(words)}", file=sys.stderr)
         return 2
     logging.set_verbosity_error()
     target = count_parameters(preset_config("transformer++", size))

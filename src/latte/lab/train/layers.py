@@ -36,6 +36,7 @@ from latte.conversion.kept_rows import AskedRow, kept_rows
 from latte.conversion.kept_scores import fit_kept_scores, set_kept_scores
 from latte.conversion.pretrained import save
 from latte.conversion.recording import FitErrors, FitOptions, LayerFit, record
+from latte.conversion.step import RotaryTable
 from latte.errors import LatteError
 from latte.lab.data.preparing import DataSection, Text, prepare_text
 from latte.lab.machine import default_device
@@ -60,11 +61,12 @@ class LayersSection:
 
     rows: int = 48  # number of recorded rows to train on, of `data.block_length` tokens each
     held_out_rows: int = 4  # number of recorded rows that decide when to stop
-    steps: int = 120  # largest number of steps per layer
-    batch_size: int = 2  # number of rows per step
-    learning_rate: float = 2e-2  # peak of the learning rate
-    eval_steps: int = 30  # number of steps between scores on the held-out rows
-    patience: int = 2  # number of scores without a gain of 0.5% after which a layer is finished
+    steps: int = FitOptions.steps  # largest number of steps per layer
+    batch_size: int = FitOptions.batch_size  # number of rows per step
+    learning_rate: float = FitOptions.learning_rate  # peak of the learning rate
+    eval_steps: int = FitOptions.eval_steps  # number of steps between scores on the held-out rows
+    # number of scores without a gain of 0.5% after which a layer is finished
+    patience: int = FitOptions.patience
     kept_rows: int = 32  # number of recorded rows that ask about facts, for scores of kept tokens
     processes: int = 2  # number of layers fitted at once, each on one thread; 1 on a GPU
     seed: int = 0  # seed of the choice of rows and of new weights
@@ -72,17 +74,6 @@ class LayersSection:
     def options(self, mass_weight: float) -> FitOptions:
         own = ("steps", "batch_size", "learning_rate", "eval_steps", "patience")
         return FitOptions(mass_weight=mass_weight, **{name: getattr(self, name) for name in own})
-
-
-class RotaryTable:
-    """The rotary table of a layer's kind, as a call of positions; can go to another process."""
-
-    def __init__(self, decoder: Any, kind: str | None) -> None:
-        self.rotary = decoder.rotary_emb
-        self.kind = (kind,) if decoder.rotary_by_kind else ()
-
-    def __call__(self, x_BTE: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotary(x_BTE, positions, *self.kind)
 
 
 def distill_layers(recipe: Recipe, section: LayersSection, *, quiet: bool = False) -> Path:
