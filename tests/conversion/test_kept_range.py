@@ -70,6 +70,24 @@ def test_a_compiled_step_gives_the_same(ids):
     torch.testing.assert_close(torch.cat(found, 1), whole[:, 60:84], **EXACT)
 
 
+def test_a_compiled_text_gives_the_same(ids):
+    model, ids = converted("llama", **KEPT), ids[:1, :70]
+    whole = read(model, LatteCache(model.config), ids, ())
+    compiled = torch.compile(model, backend="eager")
+    found = read(compiled, LatteCache(model.config), ids, (40,))
+    torch.testing.assert_close(found, whole, **EXACT)
+
+
+def test_one_graph_refuses_a_text_beyond_the_range(ids):
+    model = converted("llama", **KEPT)
+    graph = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="beyond the range of positions"):
+        graph(ids, use_cache=False)
+    bounds = torch.tensor([0, 20, LENGTH], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="at most 64 tokens, .* got a longer one"):
+        graph(ids[:1], cu_seq_lens_q=bounds, use_cache=False)
+
+
 def test_padding_changes_nothing(model, ids, whole):
     mask = torch.ones(2, LENGTH + 7, dtype=torch.long)
     mask[0, :7], mask[1, 3:] = 0, 1
@@ -114,13 +132,29 @@ def test_keys_stand_within_the_range(model, ids):
 
 
 def test_tokens_that_were_taken_back(model, ids, whole):
+    check_taken_back(model, ids, whole)
+
+
+def test_tokens_taken_back_where_the_first_layer_keeps_its_attention(ids):
+    own = converted("llama", **KEPT, converted_layers=(1, 3))
+    check_taken_back(own, ids, read(own, LatteCache(own.config), ids, ()))
+
+
+def check_taken_back(model, ids, whole):
+    """Drafts of some tokens and wrong ones, which are taken back: a second one begins where the
+    first left turned keys, and some pass places where keys are turned."""
     cache = LatteCache(model.config)
-    read(model, cache, ids[:, :78], ())
+    read(model, cache, ids[:, :60], ())
     cache.activate_past_recording()
-    read(model, cache, torch.cat([ids[:, 78:100], ids[:, :9]], 1), (10, 25))
-    cache.crop(-9)
-    found = read(model, cache, ids[:, 100:], (12,))
-    torch.testing.assert_close(found, whole[:, 100:], **EXACT)
+    before = 60
+    for right, wrong in ((3, 2), (30, 9), (0, 4), (5, 1), (12, 0), (1, 6)):
+        draft = torch.cat([ids[:, before : before + right], ids[:, :wrong]], 1)
+        found = read(model, cache, draft, (draft.shape[1] // 2,))[:, :right]
+        cache.crop(-wrong)
+        torch.testing.assert_close(found, whole[:, before : before + right], **EXACT)
+        before += right
+    found = read(model, cache, ids[:, before:], (12,))
+    torch.testing.assert_close(found, whole[:, before:], **EXACT)
 
 
 def test_gradients_pass_the_places_where_keys_are_turned(model, ids, whole):

@@ -3,6 +3,8 @@
 Its laws are in ``tests/models/test_laws.py``.
 """
 
+import copy
+
 import pytest
 import torch
 
@@ -138,3 +140,50 @@ def test_hidden_windows_stay_for_tokens_that_delayed_latents_have_nothing_for(de
     torch.testing.assert_close(outputs["hidden"], expected, **EXACT)
     differ = (outputs["window"] - outputs["latents"]).abs().amax(-1) > 1e-6
     assert differ.double().mean() > 0.8  # a first token sees itself alone in both
+
+
+KEPT = {"num_sinks": 2, "delay_latents": True, "joint_softmax": True, "latent_input": "none"}
+KEPT |= {"kept_tokens": 6, "kept_block": 4}
+
+
+@pytest.mark.parametrize("dtype", ["auto", "mxint8"])
+def test_a_text_read_under_autocast_goes_on_without_it(dtype):
+    model, ids = converted("llama", **KEPT, kept_dtype=dtype).float(), tokens(40, 2)
+    cache = LatteCache(model.config)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids[:, :38], past_key_values=cache)
+        together = model(ids[:, 38:], past_key_values=copy.deepcopy(cache)).logits
+        steps = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in (38, 39)]
+    assert (torch.cat(steps, 1) - together).norm() < 0.01 * together.norm()
+
+
+def test_a_refused_crop_changes_nothing():
+    """The first layer keeps its attention, and could remove tokens that the others did not note."""
+    model, ids = converted("llama", converted_layers=(1, 3)), tokens(30, 1)
+    cache = LatteCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        with pytest.raises(ValueError, match="were not recorded"):
+            cache.crop(-5)
+        cache.activate_past_recording()
+        found = model(ids[:, 20:23], past_key_values=cache).logits
+        with pytest.raises(ValueError, match="cannot take 5 tokens back: 3 have been recorded"):
+            cache.crop(-5)
+        found = torch.cat([found, model(ids[:, 23:], past_key_values=cache).logits], 1)
+        whole = model(ids, use_cache=False).logits
+    torch.testing.assert_close(found, whole[:, 20:], **EXACT)
+
+
+@pytest.mark.parametrize("options", [{}, KEPT], ids=["plain", "kept tokens"])
+def test_no_tokens_and_no_rows(options):
+    model, ids = converted("llama", **options), tokens(6, 2)
+    V = model.config.vocab_size
+    with torch.no_grad():
+        assert model(ids[:, :0], use_cache=False).logits.shape == (2, 0, V)
+        assert model(ids[:0], use_cache=False).logits.shape == (0, 6, V)
+        cache = LatteCache(model.config)
+        for cut in (ids[:, :3], ids[:, :0]):
+            model(cut, past_key_values=cache)
+        found = model(ids[:, 3:], past_key_values=cache).logits
+        torch.testing.assert_close(found, model(ids).logits[:, 3:], **EXACT)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from latte.errors import LatteError
 from latte.layers import LatteMacchiato
@@ -45,6 +46,15 @@ def test_scores_decide_what_is_kept_and_have_no_gradient():
     out.sum().backward()
     with_gradients = {name for name, p in mixer.named_parameters() if p.grad is not None}
     assert not any("kept_scores" in name for name in with_gradients) and with_gradients
+
+
+def test_a_loaded_model_asks_for_no_gradients_that_do_not_come(tmp_path):
+    """Distributed training waits for each gradient that is asked for."""
+    converted("llama", **DIVIDED, kept_tokens=N, latent_input="none").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    model(torch.arange(12)[None], labels=torch.arange(12)[None]).loss.backward()
+    without = {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
+    assert not without
 
 
 @pytest.mark.parametrize("half_life", [1e-3, 8.0, 1e6])

@@ -6,7 +6,8 @@ import pickle
 import pytest
 import torch
 
-from latte.models import PRESETS, LatteCache, LatteForCausalLM
+from latte.errors import LatteError
+from latte.models import PRESETS, LatteCache, LatteForCausalLM, save_state
 
 TOLERANCE = {"atol": 1e-9, "rtol": 1e-9}
 CONSTANT = [preset for preset in PRESETS if preset != "transformer++"]
@@ -159,7 +160,7 @@ def test_wrong_caches_are_refused(build, tokens):
 
 @pytest.mark.parametrize("preset", ["latte-r-swa++", "transformer++"])
 @pytest.mark.parametrize("new", [1, 4])
-def test_an_interrupted_forward_leaves_no_cache_to_go_on_with(build, tokens, preset, new):
+def test_an_interrupted_forward_leaves_no_cache_to_go_on_with(build, tokens, preset, new, tmp_path):
     """Some layers have read its tokens, or their buffers are overwritten."""
     model, ids = copy.deepcopy(build(preset)), tokens(2, 12)
 
@@ -176,6 +177,8 @@ def test_an_interrupted_forward_leaves_no_cache_to_go_on_with(build, tokens, pre
         del last.forward, last.step
         with pytest.raises(ValueError, match="was interrupted, and has changed this cache in part"):
             model(ids[:, 8:], past_key_values=cache)
+        with pytest.raises(LatteError, match="whose last forward ended, got one in which it was"):
+            save_state(cache, tmp_path / "state")
         cache.reset()
         found = model(ids, past_key_values=cache).logits
         torch.testing.assert_close(found, model(ids, use_cache=False).logits)

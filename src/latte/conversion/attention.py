@@ -139,9 +139,9 @@ class MacchiatoAttention(LatteMacchiato):
 
     def heads(self, x_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The base's queries (B, T, H, K), keys and values (B, T, G, K), not yet rotated."""
-        heads = (*x_BTE.shape[:2], -1, self.head_dim)
         maps: Any = self.q_proj, self.k_proj, self.v_proj
-        q, k, v = (y.view(heads) for y in project(x_BTE, *maps))
+        K = self.head_dim
+        q, k, v = (y.unflatten(-1, (y.shape[-1] // K, K)) for y in project(x_BTE, *maps))
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v

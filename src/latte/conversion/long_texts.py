@@ -37,11 +37,16 @@ class Given(NamedTuple):
 def turning_places(decoder: Any, given: Given, cache: Any) -> list[int]:
     """The numbers of the tokens, without the first, before which kept keys are turned."""
     tokens, span = given.tokens, decoder.kept_range
-    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or torch.compiler.is_compiling():
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[1] == 1:
         return []
-    if tokens.shape[1] == 1:
-        return []
-    start = cache.position if isinstance(cache, LatteCache) else None
+    held = cache if isinstance(cache, LatteCache) else None
+    if torch.compiler.is_compiling():
+        # A graph reads no text in parts: beyond the range the parts become graphs.
+        seen = 0 if held is None else held.get_seq_length()
+        if seen + tokens.shape[1] <= span.limit:
+            return []
+        torch._dynamo.graph_break("a text beyond the range of positions, for kept tokens")
+    start = None if held is None else held.position
     past = 0 if start is None else int(start.max())
     if past + tokens.shape[1] <= span.limit:
         return []
@@ -97,11 +102,14 @@ def in_parts(
 
 def check_packed(span: KeptRange, bounds: Tensor | None) -> None:
     """Raise LatteError for a packed sequence that is longer than the range."""
-    if bounds is None or torch.compiler.is_compiling():
+    if bounds is None:
         return
-    longest = int((bounds[1:] - bounds[:-1]).max())
-    if longest > span.limit:
-        raise LatteError(
-            f"kept tokens: expected packed sequences of at most {span.limit:,} tokens, the range"
-            f" of positions, got one of {longest:,}: pass it alone"
-        )
+    longest = (bounds[1:] - bounds[:-1]).max()
+    expected = (
+        f"kept tokens: expected packed sequences of at most {span.limit:,} tokens, the range of"
+        " positions, got "
+    )
+    if torch.compiler.is_compiling():
+        torch._assert_async(longest <= span.limit, f"{expected}a longer one")
+    elif longest > span.limit:
+        raise LatteError(f"{expected}one of {int(longest):,}: pass it alone")

@@ -5,7 +5,7 @@ Shape suffixes: B batch, T tokens, E hidden size, G key/value heads.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,14 @@ class KeptScores(InitializedModule):
         self.down = nn.Linear(width, num_groups)
         self.reset_parameters()
         self.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module. Loading a model turns gradients on, and this turns them off again.
+
+        Distributed training waits for the gradient of every parameter that asks for one.
+        """
+        self.requires_grad_(False)
+        return super().train(mode)
 
     def initial_values(self) -> dict[str, Tensor]:
         own = {"down.weight": self.down.weight, "down.bias": self.down.bias}

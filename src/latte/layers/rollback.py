@@ -127,22 +127,28 @@ def rollback(mixer: Any, state: Any, tokens: int) -> Any:
         ValueError: Fewer tokens have been recorded than are to be taken back.
     """
     recorded = state.recorded
+    check_recorded(recorded, tokens)
+    if tokens == 0:
+        return state.record()
+    if tokens == recorded.length:
+        return recorded.before.record()
+    before, *given = recorded
+    left = recorded.length - tokens
+    x, mask, rotary = map_tensors(lambda table: table[:, :left], tuple(given))
+    context = mixer._context_of(x, mask, None, True, before.position, rotary)
+    projected = mixer._project(x, before, context)
+    after = mixer._attend(x, projected, context)[1]
+    return mixer._end(x, projected, after, context).record()
+
+
+def check_recorded(recorded: Recorded | None, tokens: int) -> None:
+    """Raise ValueError unless so many tokens have been recorded."""
     length = 0 if recorded is None else recorded.length
     if recorded is None or not 0 <= tokens <= length:
         raise ValueError(
             f"cannot take {tokens} tokens back: {length} have been recorded since recording "
             "began or tokens were last taken back"
         )
-    if tokens == 0:
-        return state.record()
-    if tokens == length:
-        return recorded.before.record()
-    before, *given = recorded
-    x, mask, rotary = map_tensors(lambda table: table[:, : length - tokens], tuple(given))
-    context = mixer._context_of(x, mask, None, True, before.position, rotary)
-    projected = mixer._project(x, before, context)
-    after = mixer._attend(x, projected, context)[1]
-    return mixer._end(x, projected, after, context).record()
 
 
 def drop_newest(state: Any, tokens: int) -> Any:

@@ -22,7 +22,7 @@ from latte.layers.parts import Rotary
 from latte.layers.plan import UNPLANNED, LayerParts, StepPlan
 from latte.layers.rollback import map_tensors
 from latte.ops import decoding
-from latte.ops.kept_step import KeptBuffers, kept_step, native_arguments
+from latte.ops.kept_step import KeptBuffers, kept_step, native_arguments, plain_factors
 from latte.ops.state import (
     LatteState,
     LinearState,
@@ -266,11 +266,12 @@ class StepState:
             return ()
         if parts["latents"].log_decay(1) is not None:
             return ()
-        if not native(latent.log_mass, x_BE):
+        sinks = self._sinks(rotary)
+        if not native(latent.log_mass, x_BE, *plain_factors(held, sinks)):
             return ()
         table = None if rotary is None else rotary[:2]
         given: Any = held, self.step_context.position, None, *self.kept_sizes
-        given += mixer.scale, mixer.softcap, table, self._sinks(rotary), mixer.score_rise
+        given += mixer.scale, mixer.softcap, table, sinks, mixer.score_rise
         more = native_arguments(*given)
         return latent.log_mass, latent.mean, None, *more
 

@@ -9,7 +9,6 @@ While single tokens are decoded, the states are buffers that are written in plac
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from latte.layers.kept_range import KeptRange
 from latte.layers.mixer import EMPTY, MixerState
 from latte.layers.plan import StepPlan
-from latte.layers.rollback import PastKeys, drop_newest, map_tensors
+from latte.layers.rollback import PastKeys, check_recorded, drop_newest, map_tensors
 from latte.layers.step import StepContext, StepState
 from latte.ops.backend import steps_in_place
 from latte.ops.mxint8 import pack, unpack
@@ -237,27 +236,37 @@ class LatteCacheLayer(CacheLayerMixin):
         if not self.grows and self.state.recorded is None:
             self.state = self.state.record()
 
-    def crop(self, tokens_to_remove: int, mixer: Callable[[], Any] | None = None) -> None:
-        """As :meth:`LatteCache.crop`; ``mixer`` gives the layer that has read the tokens."""
+    def check_crop(self, tokens_to_remove: int, mixer: Any) -> None:
+        """Raise the errors of :meth:`LatteCache.crop`."""
         count = -tokens_to_remove
         if not 0 <= count <= self.seen_tokens:
             raise ValueError(
                 f"crop takes minus the number of tokens to remove, here -{self.seen_tokens} "
                 f"to 0, got {tokens_to_remove}"
             )
-        if count and count == self.seen_tokens:
-            self.reset()
+        if self.grows or count in (0, self.seen_tokens):
             return
-        if self.grows:
-            if count:
-                self.state = drop_newest(self.state, count)
-        elif self.state.recorded is not None and mixer is not None:
-            self.state = mixer().rollback(self.state, count)
-        elif count:
+        if self.state.recorded is None:
             raise ValueError(
                 "tokens were not recorded, so they cannot be taken back: call "
                 "activate_past_recording() on the cache before they are processed"
             )
+        check_recorded(self.state.recorded, count)
+        if mixer is None:
+            raise ValueError("crop needs the model that has filled this cache: it is gone")
+
+    def crop(self, tokens_to_remove: int, mixer: Any = None) -> None:
+        """As :meth:`LatteCache.crop`, checked; ``mixer`` is the layer that has read the tokens."""
+        count = -tokens_to_remove
+        if count and count == self.seen_tokens:
+            self.reset()
+            return
+        if self.grows and count:
+            self.state = drop_newest(self.state, count)
+        elif count:
+            self.state = mixer.rollback(self.state, count)
+        elif self.state.recorded is not None:
+            self.state = self.state.record()
         self.seen_tokens -= count
 
 
@@ -558,19 +567,16 @@ class LatteCache(Cache):
 
         Raises:
             ValueError: The number is positive, there are fewer tokens, they were not recorded, or
-                the model that read them is gone.
+                the model that read them is gone. The cache is then as it was.
         """
-
         decoder = None if self.model is None else self.model()
-
-        def mixer(index: int) -> Any:
-            if decoder is None:
-                raise ValueError("crop needs the model that has filled this cache: it is gone")
-            return decoder.mixers[index]
-
-        recorded = self.layers[0].state.recorded
-        for index, layer in enumerate(self.layers):
-            layer.crop(tokens_to_remove, functools.partial(mixer, index))
+        mixers = [None] * len(self.layers) if decoder is None else decoder.mixers
+        for layer, mixer in zip(self.layers, mixers, strict=False):
+            layer.check_crop(tokens_to_remove, mixer)
+        records = [layer.state.recorded for layer in self.layers]
+        for layer, mixer in zip(self.layers, mixers, strict=False):
+            layer.crop(tokens_to_remove, mixer)
+        recorded = next((x for x in records if x is not None), None)
         span = getattr(decoder, "kept_range", None)
         if span is None or recorded is None or not tokens_to_remove or self.position is None:
             return
@@ -581,6 +587,9 @@ class LatteCache(Cache):
         while bool((at_B < stop).any()):
             self._turn(decoder, at_B, span.due(at_B, at_B < stop))
             at_B = at_B + span.every
+        for layer in self.layers:  # from the rotated keys on
+            if layer.state.recorded is not None:
+                layer.state = layer.state.record()
 
     @property
     def position(self) -> Tensor | None:

@@ -70,8 +70,8 @@ def save_state(cache: LatteCache, path: str | Path, ids: Tensor | None = None) -
         ids: Tokens that were read, to keep them in the file: see :func:`read_state`.
 
     Raises:
-        LatteError: The cache is of another kind, has read nothing, or its model was deleted; or
-            the path cannot be written.
+        LatteError: The cache is of another kind, has read nothing, its last forward was
+            interrupted, or its model was deleted; or the path cannot be written.
     """
     if not isinstance(cache, LatteCache):
         raise LatteError(f"expected a LatteCache to save, got {type(cache).__name__}")
@@ -81,6 +81,11 @@ def save_state(cache: LatteCache, path: str | Path, ids: Tensor | None = None) -
         if cache.model is None:
             what = "is of no model, since it has read nothing"
         raise LatteError(f"a state to save comes from a model that has read: this cache {what}")
+    if cache.unfinished:
+        raise LatteError(
+            "expected a cache whose last forward ended, got one in which it was interrupted, after"
+            " some of the layers"
+        )
     # Copies, because safetensors refuses two names for the same memory.
     tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in _tensors(cache)}
     tensors["weights"] = weight_sample(identifying_weights(decoder))

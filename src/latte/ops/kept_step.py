@@ -128,9 +128,7 @@ def kept_step(
     Returns:
         Output y, (B, H, D), in the dtype of v.
     """
-    packed = held.keys.dtype == torch.uint8
-    exact = () if packed else held[:2]
-    if native(None if latents is None else latents[4], q, k, v, *exact):
+    if native(None if latents is None else latents[4], q, k, v, *plain_factors(held, sinks)):
         latent_q, latent_k, log_decay, *state = latents or (None,) * 5
         more = native_arguments(
             *(held, seen, real, count, window, block, scale, softcap, rotary, sinks, rise)
@@ -191,6 +189,12 @@ def kept_step(
         p_BH1L = parts[-1].reshape(B, H, 1, -1)
         out = out + torch.matmul(p_BH1L, latents.mean).squeeze(2)
     return in_dtype(out, v.dtype)
+
+
+def plain_factors(held: KeptBuffers, sinks: StepSinks | None) -> tuple[Tensor, ...]:
+    """Keys and values that are not packed: of a native step they have the dtype of its inputs."""
+    plain = () if held.keys.dtype == torch.uint8 else held[:2]
+    return plain if sinks is None else (*plain, *sinks[:2])
 
 
 def native_arguments(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from latte.lab.inspect import report
 from latte.lab.inspect.kept import (
     FILES,
     KeptTokens,
@@ -21,6 +22,7 @@ from latte.lab.inspect.kept import (
 )
 from latte.lab.inspect.mixing import find_layers
 from latte.lab.inspect.report import inspect_model, write_report
+from tests.conversion.bases import converted
 from tests.helpers import read_csv
 
 TOKENS = ["<s>", "the", " code", " is", " 74193", "\n", "</script>", " so", " it", " is"]
@@ -113,3 +115,15 @@ def test_a_models_own(make_model, byte, tmp_path):
         assert bool((found.positions_NG >= 0).all()) and found.window <= 96 - 16 + 1
         assert bool((found.positions_NG < found.window + 4).all())
         assert bool((found.scores_NG.diff(dim=0) <= 0).all())
+
+
+def test_a_text_is_read_to_the_end_of_the_range(byte, monkeypatch):
+    """Beyond it a text is read in parts, and a part alone has no weights of the whole."""
+    monkeypatch.setattr(report, "tokenize", lambda _, __, limit: ([*range(40)] * 10)[:limit])
+    fields = {"delay_latents": True, "joint_softmax": True, "latent_input": "none"}
+    model = converted("llama", **fields, kept_tokens=4, kept_block=4, max_position_embeddings=64)
+    inspection = inspect_model(model, byte, "a text", shown=32, read=200)
+    assert len(inspection.tokens) == 64 and inspection.shown == 32
+    alone = inspect_model(model, byte, "a text", shown=32, read=32)
+    for layer, found in inspection.layers.items():
+        torch.testing.assert_close(found.states_THS[:32], alone.layers[layer].states_THS[:32])

@@ -183,7 +183,8 @@ def inspect_model(
 
     Args:
         shown: Number of tokens that the page shows, with all their weights: O(shown^2) memory.
-        read: Number of tokens for means, at least ``shown``.
+        read: Number of tokens for means, at least ``shown``. Of a model with kept tokens, at most
+            its range of positions is read.
         layers: Layers by number, from 0; None: all.
         at: Positions of tokens whose weights are written to weights.csv.
 
@@ -199,7 +200,10 @@ def inspect_model(
         if not 2 <= value <= most:
             raise LatteError(f"{name}: expected 2 to {most}{why}, got {value}")
     found = find_layers(model, layers)
-    ids = tokenize(tokenizer, text, max(shown, read))
+    span = getattr(model.base_model, "kept_range", None)
+    # Weights of a text that is read in parts, between which kept keys are turned, are not defined.
+    longest = MOST_READ if span is None else span.limit
+    ids = tokenize(tokenizer, text, min(max(shown, read), longest))
     if len(ids) < 2:
         raise LatteError("expected a text of at least one token, got none")
     shown = min(shown, len(ids))
