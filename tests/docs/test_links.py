@@ -53,6 +53,15 @@ def test_every_recipe_is_listed(read, root):
         assert f"`{path.relative_to(root)}`" in text, path
 
 
+def test_every_table_of_runs_is_named(root):
+    """By a page, or by the script that writes it."""
+    rooms = (root / room for room in ("docs", "experiments", "examples"))
+    files = [x for room in rooms for x in room.rglob("*") if x.suffix in (".md", ".py")]
+    text = "".join(x.read_text(encoding="utf-8") for x in files)
+    unnamed = [x.name for x in (root / "experiments/figures").glob("*.csv") if x.stem not in text]
+    assert not unnamed
+
+
 def defined(path, name):
     """Whether a file has a function, a class or (`Class.method`) a method of that name."""
     nodes = ast.parse(path.read_text(encoding="utf-8")).body

@@ -23,7 +23,8 @@ from latte.ops import (
 )
 from latte.ops.mxint8 import pack, unpack
 from latte.ops.tensors import Sequences
-from latte.ops.torch_backend.kept import KeptCall, Plan, kept_op
+from latte.ops.torch_backend.kept import KeptCall, kept_op
+from latte.ops.torch_backend.kept_plan import Plan
 from tests.ops.helpers import assert_same, macchiato_inputs, randn
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -11,7 +11,8 @@ import torch
 
 from latte.ops import Kept, Partition, macchiato_attention
 from latte.ops.tensors import Sequences
-from latte.ops.torch_backend.kept import KeptCall, Plan
+from latte.ops.torch_backend.kept import KeptCall
+from latte.ops.torch_backend.kept_plan import Plan
 from latte.ops.triton_backend import kept_attention, kept_choice
 from tests.ops.helpers import macchiato_inputs, randn
 from tests.ops.triton_backend.kernel_helpers import DEVICE, kernels

@@ -18,7 +18,8 @@ from latte.ops.arguments import KeptInputs
 from latte.ops.cpp_backend import ABSENT, SEGMENT
 from latte.ops.custom_ops import differentiable_op
 from latte.ops.tensors import computation_dtype, without_masked
-from latte.ops.torch_backend.kept import Plan, plan_of, state_after
+from latte.ops.torch_backend.kept import state_after
+from latte.ops.torch_backend.kept_plan import Plan, plan_of
 
 __all__ = ["attention", "plan_of", "state_after"]
 

@@ -1,6 +1,6 @@
 """Kept tokens on a GPU, in Triton: what the interface calls, with inputs that it has checked.
 
-The layout of tokens is that of the PyTorch backend (torch_backend/kept.py), which waits for no GPU.
+The layout of tokens is the PyTorch backend's (torch_backend/kept_plan.py), which waits for no GPU.
 Its choice and its op are replaced by kernels. This file loads without Triton.
 
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K key width, D value width.
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from latte.ops.arguments import KeptInputs
 from latte.ops.torch_backend import kept as torch_kept
-from latte.ops.torch_backend.kept import Plan, state_after
+from latte.ops.torch_backend.kept import state_after
+from latte.ops.torch_backend.kept_plan import Plan
 
 __all__ = ["attention", "plan_of", "state_after"]
 
 
 def plan_of(x: KeptInputs) -> Plan:
-    """See :func:`latte.ops.torch_backend.kept.plan_of`."""
+    """See :func:`latte.ops.torch_backend.kept_plan.plan_of`."""
     from latte.ops.triton_backend.kept_choice import choose
 
     return Plan.of(x.kept, x.window, x.sequences, x.state, x.sinks, choose)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops.custom_ops import custom_op
-from latte.ops.torch_backend.kept import NOTHING, Choice, Layout
+from latte.ops.torch_backend.kept_plan import NOTHING, Choice, Layout
 from latte.ops.triton_backend.launch import CHOICE, SHORTEST_CHOICE, launch
 
 LEAST = tl.constexpr(NOTHING[torch.float32])  # the key of a place where there is no candidate
@@ -40,7 +40,7 @@ class ChoiceCall(NamedTuple):
 
 
 def choose(keys_BGS: Tensor, layout: Layout, window: int, count: int) -> Choice:
-    """See :func:`latte.ops.torch_backend.kept.choose`."""
+    """See :func:`latte.ops.torch_backend.kept_plan.choose`."""
     sizes = (layout.blocks, layout.C, window, count)
     return Choice(*choice_op(*ChoiceCall(keys_BGS, layout.age, *sizes)))
 

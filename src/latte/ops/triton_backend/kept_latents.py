@@ -10,7 +10,7 @@ means. So an update is a segment of the scans of segments.py:
 A *part* is an update, and one more at the end of each sequence, which reads nothing: the state that
 a block sees is the one before the part that follows its update.
 
-Places are rows of a table of all slots and groups, (B S G, ...), as in torch_backend/kept.py.
+Places are rows of a table of all slots and groups, (B S G, ...), as in torch_backend/kept_plan.py.
 
 Shape suffixes: B batch, N sequences, S slots, Z blocks of C queries, M parts, H query heads, G
 key/value heads, R = H / G, L latents, D value width.
