@@ -36,6 +36,13 @@ def test_a_step_has_the_scores_of_the_forward():
     assert torch.equal(scores.step(x), scores(x[:, None])[:, 0])
 
 
+def test_a_step_passes_over_no_hook_of_its_maps():
+    scores, x = KeptScores(16, 2), torch.randn(3, 16)
+    torch.nn.init.normal_(scores.down.weight)
+    scores.down.register_forward_hook(lambda module, given, out: out + 1)
+    torch.testing.assert_close(scores.step(x), scores(x[:, None])[:, 0])
+
+
 def test_scores_decide_what_is_kept_and_have_no_gradient():
     mixer, x = layer(), torch.randn(1, 40, 16)
     torch.nn.init.normal_(mixer.latents.kept_scores.down.weight, std=10.0)

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -28,6 +29,7 @@ from latte.models import LatteConfig
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "src/latte/layers/latent_fields.py"
 DECLARED = {each.name: each for each in options_of(ConversionOptions)}
+HINTS = get_type_hints(ConversionOptions)
 DECLARED |= dict.fromkeys(("local_window", "sliding_window"), DECLARED["window"])
 
 # Default of LatteConfig, of a converted model's configuration and of a new conversion. A file that
@@ -100,6 +102,9 @@ def test_what_a_conversion_takes(each):
     assert action.help.startswith(
         f"{each.metadata['help'].replace('`', '')} ({default_in_words(each)})"
     )
+    hint = HINTS[each.name]
+    if {int, float} & {hint, *get_args(hint)}:  # a number is not left as text
+        assert action.type is not None
 
 
 @pytest.mark.parametrize("kind", [LatteConfig, MacchiatoFields, ConversionOptions])

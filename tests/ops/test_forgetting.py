@@ -128,6 +128,32 @@ def test_any_decay_in_single_precision(scale, offset, backend):
         assert relative_error(a, b) < 2e-5
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch", "cpu"])
+@pytest.mark.parametrize("reset", [-1e3, -1e9, torch.finfo(torch.float32).min])
+def test_after_a_reset_the_past_is_gone(reset, backend):
+    """However it is written: the tokens from the reset on are as alone."""
+    q, k, v = (x.float() for x in latte_inputs(1, 60, 2, 3, 4))
+    g = torch.full((1, 60, 2, 3), -0.1)
+    g[:, 30] = reset
+    g.requires_grad_(True)
+    out, _ = latte_attention(q, k, v, log_decay=g, backend=backend)
+    alone, _ = latte_attention(*(x[:, 30:] for x in (q, k, v)), log_decay=g[:, 30:].detach())
+    assert relative_error(out[:, 30:], alone) < 5e-5  # -200 in fp32 sums
+    out.sum().backward()
+    assert g.grad.isfinite().all() and g.grad[:, 30].abs().max() == 0
+
+
+def test_decays_under_vmap():
+    q, k, v = latte_inputs(2, 9, 2, 3, 4)
+    g = torch.full((2, 9, 2, 3), -0.1, dtype=F64)
+
+    def fn(q, k, v, g):
+        return latte_attention(*(x[None] for x in (q, k, v)), log_decay=g[None])[0][0]
+
+    expected = latte_attention(q, k, v, log_decay=g)[0]
+    torch.testing.assert_close(torch.vmap(fn)(q, k, v, g), expected)
+
+
 def test_a_million_tokens_in_pieces():
     """With a half-life of some tokens only the last of them count: the same as those alone."""
     generator = torch.Generator().manual_seed(0)

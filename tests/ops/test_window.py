@@ -78,3 +78,14 @@ def test_a_wide_window_forms_no_square_of_itself(masked):
         return max(event.self_cpu_memory_usage for event in seen.events())
 
     assert largest(2048) <= 2.5 * largest(1024)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_full_attention_takes_any_scale(scale):
+    q, k, v = (torch.randn(1, 9, 2, 8, dtype=F64) for _ in "qkv")
+    options = {"window": None, "scale": scale}
+    got, want = (
+        sliding_window_attention(q, k, v, **options, backend=backend)[0]
+        for backend in ("torch", "reference")
+    )
+    torch.testing.assert_close(got, want)

@@ -448,18 +448,19 @@ def _convert(command: Any) -> None:
         help="latents that were trained before, a file of `save_latents`",
     )
     hints, kinds = get_type_hints(ConversionOptions), dict[Any, dict[str, Any]]()
-    kinds |= {int: {"type": int}, int | None: {"type": int}, float: {"type": float}}
+    for kind in (int, float):
+        kinds[kind] = kinds[kind | None] = {"type": kind}
     kinds[bool] = {"action": argparse.BooleanOptionalAction}
     kinds[Sequence[float]] = {"type": float, "nargs": 2, "metavar": ("LOW", "HIGH")}
     kinds[Sequence[int]] = {"type": numbers, "metavar": "7,20,23"}
     kinds[int | Sequence[int]] = {"type": one_or_more, "metavar": "NUMBER"}
     for each in options_of(ConversionOptions):
-        text = f"{each.metadata['help']}; {default_in_words(each)}"
-        kind = kinds.get(hints[each.name], {})
+        text = f"{each.metadata['help'].replace('`', '')} ({default_in_words(each)})"
+        given = kinds.get(hints[each.name], {})
         if each.name == "kept_window":
-            kind = {"type": kept_window, "metavar": "NUMBER|all"}
-            text += ", or all; with --trained the file's number is the default"
-        add(flag(each), dest=each.name, help=text, **kind)
+            given = {"type": kept_window, "metavar": "NUMBER|all"}
+            text += ", or all. With --trained the file's number is the default"
+        add(flag(each), dest=each.name, help=text, **given)
     add("--seed", type=int, help="seed of the new weights; 0")
     add("--dtype", help="precision of the base's weights, such as `bfloat16`; the checkpoint's")
     add(

@@ -167,7 +167,8 @@ def latte_attention(
         k: Key logits over the sources, (B, T, H, L). A latent does not see a source of -inf.
         v: Values, (B, T, H, D), or (B, T, G, D) with G dividing H.
         initial_state: ``LatteState`` of (B or N, H, L) and (B or N, H, L, D).
-        log_decay: Log of the factor by which each latent's past decays at a token, g <= 0. Shape
+        log_decay: Log of the factor by which each latent's past decays at a token, g <= 0. On a
+            CPU values below -200 are taken as -200; elsewhere such values cost precision. Shape
             (B, T, H, L), or (H, L) if it is the same for all tokens. Causal only. ``p(s|l,t)`` is
             then the softmax over s <= t of ``k_s[l] + g_{s+1}[l] + ... + g_t[l]`` (beyond the
             paper). At a masked token nothing decays.

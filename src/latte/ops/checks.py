@@ -26,6 +26,7 @@ from latte.ops.tensors import (
     Sequences,
     computation_dtype,
     has_tangent,
+    on_cpu,
     without_masked,
 )
 
@@ -36,6 +37,8 @@ KINDS = {
     "int64": (torch.int32, torch.int64),
 }
 LARGEST_WINDOW = 2**63 - 1  # that the kernels take
+# e^-200 of the past is nothing, and beside a larger number in a sum the others lose their digits.
+LEAST_DECAY = -200.0
 PAPER = Partition()
 
 
@@ -310,7 +313,7 @@ def check_log_decay(
     """The latents' log-decay, (B, T, H, L): at most 0, and 0 at masked tokens.
 
     Values are looked at on CPUs alone. NaN and -inf go on, to outputs that are NaN, as those of
-    other inputs do: a model that diverges has them.
+    other inputs do: a model that diverges has them. What is below :data:`LEAST_DECAY` becomes it.
     """
     if log_decay is None:
         return None
@@ -323,11 +326,14 @@ def check_log_decay(
         check_shape(op, "log_decay", log_decay, "BTHL", sizes)
     if log_decay.device != q.device:
         raise ValueError(f"{op}: log_decay must be on {q.device}, got {log_decay.device}")
-    if q.device.type == "cpu" and not torch.compiler.is_compiling() and log_decay.numel():
-        above = log_decay.detach() > 0.0
-        if above.any():
-            largest = float(log_decay.detach()[above].max())
+    if on_cpu(log_decay) and log_decay.numel():
+        values = log_decay.detach()
+        if (values > 0.0).any():
+            largest = float(values[values > 0.0].max())
             raise ValueError(f"{op}: log_decay must be at most 0, got values up to {largest}")
+        below = (values < LEAST_DECAY) & values.isfinite()
+        if below.any():
+            log_decay = log_decay.masked_fill(below, LEAST_DECAY)
     g_BTHL = log_decay.to(computation_dtype(q.dtype))
     if log_decay.ndim == 2:
         g_BTHL = g_BTHL.expand(sizes["B"], sizes["T"], *log_decay.shape)

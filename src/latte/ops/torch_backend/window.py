@@ -82,6 +82,8 @@ def _sdpa(
     if repeats > 1:
         k_BSGK = k_BSGK.repeat_interleave(repeats, 2)
         v_BSGD = v_BSGD.repeat_interleave(repeats, 2)
+    if scale <= 0.0:  # PyTorch's kernel multiplies the causal mask by it too
+        q_BTHK, scale = q_BTHK * scale, 1.0
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGD))
     if seen is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale).transpose(
