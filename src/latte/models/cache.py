@@ -573,10 +573,10 @@ class LatteCache(Cache):
         mixers = [None] * len(self.layers) if decoder is None else decoder.mixers
         for layer, mixer in zip(self.layers, mixers, strict=False):
             layer.check_crop(tokens_to_remove, mixer)
-        records = [layer.state.recorded for layer in self.layers]
+        records = (layer.state.recorded for layer in self.layers)
+        recorded = next((x for x in records if x is not None), None)
         for layer, mixer in zip(self.layers, mixers, strict=False):
             layer.crop(tokens_to_remove, mixer)
-        recorded = next((x for x in records if x is not None), None)
         span = getattr(decoder, "kept_range", None)
         if span is None or recorded is None or not tokens_to_remove or self.position is None:
             return

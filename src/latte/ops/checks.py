@@ -331,9 +331,9 @@ def check_log_decay(
         if (values > 0.0).any():
             largest = float(values[values > 0.0].max())
             raise ValueError(f"{op}: log_decay must be at most 0, got values up to {largest}")
-        below = (values < LEAST_DECAY) & values.isfinite()
+        below = values < LEAST_DECAY
         if below.any():
-            log_decay = log_decay.masked_fill(below, LEAST_DECAY)
+            log_decay = log_decay.masked_fill(below & values.isfinite(), LEAST_DECAY)
     g_BTHL = log_decay.to(computation_dtype(q.dtype))
     if log_decay.ndim == 2:
         g_BTHL = g_BTHL.expand(sizes["B"], sizes["T"], *log_decay.shape)
