@@ -105,6 +105,8 @@ def test_tokens_are_rounded_up_to_steps(tmp_path):
         ("", ["training.bf16=1"], r"training.bf16: expected true or false \(bool\), got int 1"),
         ("", ["training.learning_rate=abc"], "training.learning_rate: expected a number"),
         ("", ["training.learning_rate=-1"], "training.learning_rate: expected a number above 0"),
+        ("", ["training.learning_rate=.inf"], "expected a number below 2.63, got inf"),
+        ("", ["training.max_steps=99999999999999999999"], "max_steps: expected a number below"),
         ("", ["training.schedule=cosin"], "one of 'cosine', .*did you mean 'cosine'"),
         ("", ["training.betas=[0.9]"], "training.betas: expected two numbers"),
         ("", ["training.betas=[0.9, x]"], r"training.betas\[1\]: expected a number"),

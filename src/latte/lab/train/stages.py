@@ -95,9 +95,9 @@ def load_conversion_recipe(
         raise LatteError("a conversion's recipe needs a layers or a training section, got none")
     if found.layers is not None:
         own = [f"layers.{name}" for name in dataclasses.asdict(found.layers) if name != "seed"]
-        recipes.expect(found, "a number above 0", *own)
+        recipes.expect_positive(found, *own)
     recipes.expect(found, "numbers of at least 1", "evaluation.lengths")
-    recipes.expect(found, "a number above 0", "evaluation.max_tokens")
+    recipes.expect_positive(found, "evaluation.max_tokens")
     found.plugins = [recipes.located(plugin) for plugin in found.plugins]
     return found
 
