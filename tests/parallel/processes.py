@@ -158,6 +158,9 @@ def prepare() -> None:
     for preset in ("swa++", "latte-conv-swa++"):
         model = make(preset, sliding_window=1, conv_kernel_size=1)
         expect(f"{preset}, tails of nothing", model, make_batch(), 2)
+    model = make("latte-conv-swa-f++", joint_softmax=True)
+    for kind in KINDS:
+        expect(f"joint softmax, {kind}", model, make_batch(kind), 2, 4)
     model = make("latte-r-swa++")
     expect("packed by positions", model, make_batch("packed by positions"), 2)
     lean = make("latte-r-swa++")

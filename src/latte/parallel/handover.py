@@ -97,9 +97,13 @@ class Shards:
                 f"context_parallel: {op.__name__} has no state of constant size to pass on"
             )
         handover = HANDOVERS[op]
-        own = handover.own(self, *inputs, **options)
-        state = self.before(own, handover)
-        return op(*inputs, initial_state=handover.build(self, state), **options)
+        state = self.before(handover.own(self, *inputs, **options), handover)
+        bounds, partition = options.get("cu_seqlens"), options.get("partition")
+        if bounds is None or partition is None or not partition.joint:
+            return op(*inputs, initial_state=handover.build(self, state), **options)
+        # One softmax takes packed sequences or a state. Only the first sequence has one.
+        state = handover.build(self, tuple(x[:1] for x in state))
+        return _first_apart(op, inputs, state, **options), None
 
     def before(self, own: State, handover: Handover) -> State:
         """The state of all processes before this one, for each of this one's sequences."""
@@ -154,6 +158,23 @@ class Handover(NamedTuple):
     own: Callable[..., State]
     follow: Callable[[State, State, Shard], State]
     build: Callable[[Shards, State], Any]
+
+
+def _first_apart(
+    op: Callable[..., Any], inputs: tuple[Any, ...], state: Any, cu_seqlens: Tensor, **options: Any
+) -> Tensor:
+    """The op's output for packed sequences, of which the first alone goes on from a state."""
+
+    def part(begin: int, end: int | None, **own: Any) -> Tensor:
+        given = {name: options.get(name) for name in ("key_mask", "log_decay")}
+        own |= {name: x[:, begin:end] for name, x in given.items() if x is not None}
+        return op(*(x[:, begin:end] for x in inputs), **options | own)[0]  # type: ignore[no-any-return]
+
+    first = int(cu_seqlens[1])
+    found = [part(0, first, initial_state=state)]
+    if len(cu_seqlens) > 2:
+        found.append(part(first, None, cu_seqlens=cu_seqlens[1:] - first))
+    return torch.cat(found, 1)
 
 
 # --- latents ------------------------------------------------------------------------------------
