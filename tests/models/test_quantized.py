@@ -10,7 +10,7 @@ from tests.models.modeldb import named, tokens
 
 ROWS = named(
     ["latte-r-swa++", "latte-gated", "latte-hybrid", "linear++", "swa++"]
-    + ["llama: plain", "llama: both", "gemma3_text: both", "llama: base"]
+    + ["llama: kept tokens", "llama: plain", "llama: both", "gemma3_text: both", "llama: base"]
 )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from latte.layers.native import is_hooked
-from latte.layers.parts import InitializedModule
+from latte.layers.parts import InitializedModule, input_dtype
 from latte.ops import decoding
 
 WIDTH = 64  # of the hidden layer
@@ -53,7 +53,7 @@ class KeptScores(InitializedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores (B, T, G) of inputs (B, T, E), in the dtype of the weights."""
-        x = F.rms_norm(x.to(self.up.weight.dtype), x.shape[-1:], eps=EPS)
+        x = F.rms_norm(x.to(input_dtype(self.up)), x.shape[-1:], eps=EPS)
         return _coarse(self.down(F.gelu(self.up(x))))
 
     def step(self, x_BE: Tensor) -> Tensor:

@@ -24,7 +24,13 @@ from latte.layers.latent_fields import (
 )
 from latte.layers.mixer import Context, MixerState
 from latte.layers.native import native_weights
-from latte.layers.parts import CausalConv1d, InitializedModule, RMSNorm, add_and_norm
+from latte.layers.parts import (
+    CausalConv1d,
+    InitializedModule,
+    RMSNorm,
+    add_and_norm,
+    input_dtype,
+)
 from latte.layers.projections import project
 from latte.layers.recurrent import DECAY_RANGE, RGLRU, STEP_KINDS
 from latte.layers.step import StepState
@@ -205,10 +211,7 @@ class LatentLogits(InitializedModule):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the inputs that the maps of this module take."""
-        weight = self.k_proj.weight
-        if isinstance(weight, Tensor) and weight.is_floating_point():
-            return weight.dtype
-        return torch.float32  # quantised maps
+        return input_dtype(self.k_proj)
 
     def forward(
         self, x: Tensor, state: MixerState, context: Context

@@ -96,6 +96,13 @@ class InitializedModule(nn.Module):
             self.get_parameter(name).copy_(value)
 
 
+def input_dtype(linear: nn.Module) -> torch.dtype:
+    """The dtype of the inputs that a linear map takes, which a quantiser may have replaced."""
+    weight = linear.weight
+    floating = isinstance(weight, Tensor) and weight.is_floating_point()
+    return weight.dtype if floating else torch.float32  # type: ignore[return-value]
+
+
 def in_chunks(x: Tensor, chunks: int, length: int) -> Tensor:
     """(B, T, ...) -> (B, chunks, length, ...), with zeros (False) after the end."""
     short = chunks * length - x.shape[1]
