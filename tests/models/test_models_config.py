@@ -103,6 +103,7 @@ def test_wrong_presets(arguments, message):
         ({"hidden_dropout": 1.0}, r"hidden_dropout must be in \[0, 1\), got 1.0"),
         ({"initializer_range": 0.0}, "initializer_range must be positive"),
         ({"embedding_initializer_range": 0}, "embedding_initializer_range must be positive, got 0"),
+        ({"norm_eps": float("inf")}, "norm_eps must be finite, got inf"),
         ({"embedding_multiplier": 0}, "embedding_multiplier must be positive, got 0"),
         ({"rglru_decay_range": (0.9, 1.0)}, "rglru_decay_range must be two numbers with 0 < low"),
         ({"rglru_decay_range": [0.9, 0.5]}, r"0 < low <= high < 1, got \(0.9, 0.5\)"),

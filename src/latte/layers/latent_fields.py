@@ -69,6 +69,8 @@ def check_whole(what: str, value: int, least: int = 1, unit: str = "") -> None:
     if value < least:
         wanted = f"at least {least}{unit}" if least else "0 or more"
         raise ValueError(f"{what} must be {wanted}, got {value}")
+    if value.bit_length() > 63:
+        raise ValueError(f"{what} must be a number of at most 64 bits, got {value}")
 
 
 def check_counts(what: str, value: int | Sequence[int]) -> None:

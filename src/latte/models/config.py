@@ -226,8 +226,9 @@ class LatteConfig(PartitionFields, PreTrainedConfig):
         )
         for name in positive:
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+            if value is not None and not 0 < value < math.inf:
+                wanted = "finite" if value > 0 else "positive"
+                raise ValueError(f"{name} must be {wanted}, got {value}")
 
     def _divides(self, divisor: str, dividend: str) -> None:
         if getattr(self, dividend) % getattr(self, divisor):

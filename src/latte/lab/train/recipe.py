@@ -343,7 +343,6 @@ def read_with_bases(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 # Checks of values, by the words that errors use for what is expected.
 EXPECTED: dict[str, Callable[[Any], bool]] = {
     "a number above 0": lambda value: value > 0,
-    "a number below 2^63": lambda value: value < 2**63,
     "0 or more": lambda value: value >= 0,
     "0 to 1": lambda value: 0 <= value <= 1,
     "at least 2": lambda value: value >= 2,
@@ -358,14 +357,11 @@ def expect(recipe: Any, what: str, *keys: str) -> None:
     """Raise LatteError if the value of a dotted key is given and is not as expected."""
     for key in keys:
         value = operator.attrgetter(key)(recipe)
-        if value is not None and not EXPECTED[what](value):
-            raise LatteError(f"{key}: expected {what}, got {value}")
-
-
-def expect_positive(recipe: Any, *keys: str) -> None:
-    """As :func:`expect`, for counts and rates: infinity is none."""
-    expect(recipe, "a number above 0", *keys)
-    expect(recipe, "a number below 2^63", *keys)
+        if value is None:
+            continue
+        large = any(each >= 2**63 for each in (value if isinstance(value, Sequence) else [value]))
+        if large or not EXPECTED[what](value):
+            raise LatteError(f"{key}: expected {what}{' and below 2^63' * large}, got {value}")
 
 
 def check(recipe: Recipe) -> Recipe:
@@ -376,9 +372,9 @@ def check(recipe: Recipe) -> Recipe:
             "training: give exactly one of training.max_steps and training.max_tokens, got"
             f" max_steps={training.max_steps} and max_tokens={training.max_tokens}"
         )
-    expect_positive(recipe, *(f"training.{key}" for key in POSITIVE))
-    expect_positive(recipe, "data.vocab_size", "data.max_validation_tokens")
-    expect_positive(recipe, "comparison.max_tokens")
+    expect(recipe, "a number above 0", *(f"training.{key}" for key in POSITIVE))
+    expect(recipe, "a number above 0", "data.vocab_size", "data.max_validation_tokens")
+    expect(recipe, "a number above 0", "comparison.max_tokens")
     expect(recipe, "at least 2", "data.block_length")
     expect(recipe, "0 or more", "training.warmup_steps", "training.min_learning_rate")
     expect(recipe, "0 or more", "training.weight_decay", "training.max_grad_norm")

@@ -88,7 +88,7 @@ def train(recipe: Recipe, *, label: str | None = None, quiet: bool = False) -> R
         if together > 1:
             find_decoder(model)  # says so if it cannot be cut
             blocks = SharedBlocks(blocks, recipe.training.batch_size, together)
-    except ValueError:
+    except Exception:
         owner.give_back()
         raise
     kind = LatteTrainer

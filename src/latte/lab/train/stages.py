@@ -95,9 +95,9 @@ def load_conversion_recipe(
         raise LatteError("a conversion's recipe needs a layers or a training section, got none")
     if found.layers is not None:
         own = [f"layers.{name}" for name in dataclasses.asdict(found.layers) if name != "seed"]
-        recipes.expect_positive(found, *own)
+        recipes.expect(found, "a number above 0", *own)
     recipes.expect(found, "numbers of at least 1", "evaluation.lengths")
-    recipes.expect_positive(found, "evaluation.max_tokens")
+    recipes.expect(found, "a number above 0", "evaluation.max_tokens")
     found.plugins = [recipes.located(plugin) for plugin in found.plugins]
     return found
 
@@ -127,7 +127,7 @@ def convert_and_train(
         text = prepare_text(data_section(start), progress=is_first_process() and not quiet)
         read = inputs(start, text)
         first_alone(lambda: owner.check_inputs(read, begun=begun, what="conversion"))
-    except ValueError:
+    except Exception:
         owner.give_back()
         raise
     for number, (name, each) in enumerate(stages.items(), 1):
@@ -140,7 +140,7 @@ def convert_and_train(
                 first_alone(lambda: distill_layers(each, section, quiet=quiet))  # noqa: B023
                 continue
             result = train(each, label=name, quiet=quiet)
-        except ValueError:
+        except Exception:
             owner.give_back()
             raise
         if not result.finished:
