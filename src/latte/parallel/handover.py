@@ -166,8 +166,10 @@ def _first_apart(
     """The op's output for packed sequences, of which the first alone goes on from a state."""
 
     def part(begin: int, end: int | None, **own: Any) -> Tensor:
-        given = {name: options.get(name) for name in ("key_mask", "log_decay")}
-        own |= {name: x[:, begin:end] for name, x in given.items() if x is not None}
+        mask, decay = options.get("key_mask"), options.get("log_decay")
+        own["key_mask"] = None if mask is None else mask[:, begin:end]
+        if decay is not None and decay.ndim == 4:  # (H, L) is the same for all tokens
+            own["log_decay"] = decay[:, begin:end]
         return op(*(x[:, begin:end] for x in inputs), **options | own)[0]  # type: ignore[no-any-return]
 
     first = int(cu_seqlens[1])
