@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -359,7 +360,8 @@ def expect(recipe: Any, what: str, *keys: str) -> None:
         value = operator.attrgetter(key)(recipe)
         if value is None:
             continue
-        large = any(each >= 2**63 for each in (value if isinstance(value, Sequence) else [value]))
+        numbers = value if isinstance(value, Sequence) else [value]
+        large = any(x >= (2**63 if isinstance(x, int) else math.inf) for x in numbers)
         if large or not EXPECTED[what](value):
             raise LatteError(f"{key}: expected {what}{' and below 2^63' * large}, got {value}")
 
