@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from latte.ops import LatteState, WindowState
+from latte.ops.torch_backend.kept_plan import Plan
 
 F64 = torch.float64
 
@@ -129,3 +130,11 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def check_plans_are_equal(plan: Plan, other: Plan) -> None:
+    """Two plans of a call with kept tokens keep, and leave to the latents, the same places."""
+    for name in ("kept", "late", "after"):
+        there = getattr(plan, f"{name}_there")
+        assert torch.equal(there, getattr(other, f"{name}_there"))
+        assert torch.equal(*(getattr(x, name)[there] for x in (plan, other)))

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from latte.ops.mxint8 import pack, unpack
 from latte.ops.tensors import computation_dtype
 
 
@@ -93,18 +92,6 @@ class KeptState(NamedTuple):
         seen = positions.new_zeros(sequences)
         late = zeros(latent_k_BTHL), zeros(log_decay_BTHL)
         return cls(keys, values, scores, positions, seen, *late)  # type: ignore[arg-type]
-
-    def packed(self) -> KeptState:
-        """The same with keys, values and latent keys in 8 bits."""
-        late = self.latent_keys if self.latent_keys is None else pack(self.latent_keys)
-        return self._replace(keys=pack(self.keys), values=pack(self.values), latent_keys=late)
-
-    def unpacked(self, dtype: torch.dtype, latent_dtype: torch.dtype) -> KeptState:
-        """The inverse of :meth:`packed`, for keys and values, and latent keys, of these dtypes."""
-        late = self.latent_keys
-        late = late if late is None else unpack(late, latent_dtype)
-        keys, values = unpack(self.keys, dtype), unpack(self.values, dtype)
-        return self._replace(keys=keys, values=values, latent_keys=late)
 
     def is_of(self, count: int, window: int, block: int) -> bool:
         """Whether the tokens are in the places that calls with these numbers give them."""

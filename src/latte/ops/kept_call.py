@@ -14,7 +14,7 @@ from latte.ops.checks import check_latte_state, check_shape, check_state_part, c
 from latte.ops.cpp_backend import kept as native_kept
 from latte.ops.isolation import View, isolated
 from latte.ops.kept import Kept, KeptLatents, KeptState, comparable
-from latte.ops.mxint8 import packed_width, rounded
+from latte.ops.mxint8 import pack, packed_width, rounded, unpack
 from latte.ops.state import LatteState, MacchiatoState, SeenSinks, Sinks, total_log_decay
 from latte.ops.tensors import (
     Local,
@@ -199,7 +199,7 @@ def attend(
     """Output, the latents (None without any), and the held tokens (None if not asked for)."""
     if x.kept.packed:
         out, after, held = attend(op, unpacked(x), output_final_state, backend)
-        return out, after, held and held.packed()
+        return out, after, held and _packed(held)
     x = _both_forget(x)
     q, k, v, kept, local, sequences, state, sinks, latents = x
     B, T, H, _ = q.shape
@@ -275,11 +275,21 @@ def unpacked(x: KeptInputs) -> KeptInputs:
     if not x.kept.packed:
         return x
     if state is not None:
-        state = state.unpacked(x.v.dtype, x.v.dtype if latents is None else latents.k.dtype)
+        keys, values = unpack(state.keys, x.v.dtype), unpack(state.values, x.v.dtype)
+        state = state._replace(keys=keys, values=values)
+        if latents is not None and state.latent_keys is not None:
+            state = state._replace(latent_keys=unpack(state.latent_keys, latents.k.dtype))
     if latents is not None:
         latents = latents._replace(k=rounded(latents.k))
     kept, k, v = x.kept._replace(packed=False), rounded(x.k), rounded(x.v)
     return x._replace(k=k, v=v, kept=kept, state=state, latents=latents)
+
+
+def _packed(state: KeptState) -> KeptState:
+    """The state with keys, values and latent keys in 8 bits."""
+    late = state.latent_keys
+    late = late if late is None else pack(late)
+    return state._replace(keys=pack(state.keys), values=pack(state.values), latent_keys=late)
 
 
 def _both_forget(x: KeptInputs) -> KeptInputs:

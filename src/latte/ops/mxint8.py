@@ -7,7 +7,7 @@ e + 127, or 255 for NaN). A row of zeros is 0. 32 numbers with an infinity or a 
 become NaN.
 
 Every packed number is a bf16 number, so it is widened to any dtype without a loss, and packing it
-again changes nothing.
+again changes nothing. On a CPU native kernels do the same (``mxint8.cpp``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from latte.ops import decoding
 from latte.ops.tensors import computation_dtype
 
 BLOCK = 32  # numbers that share an exponent
@@ -31,14 +32,19 @@ def packed_width(width: int) -> int:
 
 def pack(x: Tensor) -> Tensor:
     """Rows of numbers (..., n) of any floating-point dtype as uint8 (..., n + ceil(n / 32))."""
-    n = x.shape[-1]
-    integers, exponents = _integers(x.detach())
+    n, x = x.shape[-1], x.detach()
+    if decoding.takes(x, compiled=False):
+        return torch.ops.latte.cpu_mx_pack(x.contiguous())
+    integers, exponents = _integers(x)
     integers = integers.nan_to_num_(0.0).to(torch.int8).flatten(-2)[..., :n]
     return torch.cat([integers.view(torch.uint8), exponents.to(torch.uint8)], -1)
 
 
 def unpack(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers (..., n) of packed rows, in a floating-point dtype."""
+    like = rows.new_empty(0, dtype=dtype)
+    if decoding.takes(like, compiled=False):
+        return torch.ops.latte.cpu_mx_unpack(rows.contiguous(), like)
     width = rows.shape[-1]
     n = width - -(-width // (BLOCK + 1))
     scale = _scale(rows[..., n:].to(torch.int32)).repeat_interleave(BLOCK, -1)[..., :n]
@@ -48,8 +54,13 @@ def unpack(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rounded(x: Tensor) -> Tensor:
     """The nearest numbers of the format, in the dtype of x. The gradient is that of x."""
-    integers, exponents = _integers(x.detach())
-    near = integers.mul_(_scale(exponents)[..., None]).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+    given = x.detach()
+    if decoding.takes(given, compiled=False):
+        near = torch.ops.latte.cpu_mx_rounded(given.contiguous())
+    else:
+        integers, exponents = _integers(given)
+        near = integers.mul_(_scale(exponents)[..., None]).flatten(-2)
+        near = near[..., : x.shape[-1]].to(x.dtype)
     return x + (near - x).detach() if x.requires_grad else near
 
 

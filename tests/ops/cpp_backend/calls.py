@@ -350,6 +350,8 @@ def rows(draw: Draw) -> list[Tensor]:
         ]
         normed, scale = ops.cpu_norm_rows(z, scales, 1e-6)
         found += [normed, *ops.cpu_norm_rows_backward(dz, z, scales, scale)]
+        packed = ops.cpu_mx_pack(gate)
+        found += [packed, ops.cpu_mx_unpack(packed, gate), ops.cpu_mx_rounded(gate)]
     return [y.detach() for y in found]
 
 

@@ -38,6 +38,10 @@ FREE = re.compile(
     r"|cpu_quantised\w* \w*scales\d? (float|double|dimension 1)"  # 17 to 32 outputs fill 32 rows
     r"|cpu_quantised_rows ids (one dimension (more|less)|no dimension|dimension [01])"
     r"|cpu_rotate x (float|dimension [02])"
+    r"|cpu_kept_choice keys (double|dimension [012])"
+    r"|cpu_mx_(pack|rounded) x (float|double|one dimension (more|less)|dimension \d)"
+    r"|cpu_mx_unpack (rows|like) (one dimension (more|less)|dimension \d)"
+    r"|cpu_mx_unpack like (float|double|no dimension)"
     r"|cpu_\w+_step (latent_[qk]|log_decay) (float|double|one dimension less)"
     r"|cpu_kept_step (score|latent_keys) (float|double)"
     r"|cpu_latte_step ([qk] (float|double)|v float)"
@@ -120,6 +124,10 @@ def test_a_wrong_dtype_or_shape_is_one_line(name, raw):
         ("cpu_kept", "source", None, "source must be given with old_k"),
         ("cpu_kept", "old_latent_k", None, "old_latent_k must be given with old_k and latents"),
         ("cpu_kept", "block", 0, "the window and a block must be at least 1"),
+        ("cpu_kept_choice", "window", 0, "blocks, block and window must be at least 1"),
+        ("cpu_kept_choice", "block", 10**9, "keys must have slots for"),
+        ("cpu_kept_choice", "kept", 10**9, "keys must have slots for"),
+        ("cpu_kept_choice", "age", torch.tensor([10**9]), "age must be int64 of shape"),
         ("cpu_kept_backward", "mean", None, "log_mass and mean must be given together"),
     ],
 )

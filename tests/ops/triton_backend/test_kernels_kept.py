@@ -14,7 +14,7 @@ from latte.ops.tensors import Sequences
 from latte.ops.torch_backend.kept import KeptCall
 from latte.ops.torch_backend.kept_plan import Plan
 from latte.ops.triton_backend import kept_attention, kept_choice
-from tests.ops.helpers import macchiato_inputs, randn
+from tests.ops.helpers import check_plans_are_equal, macchiato_inputs, randn
 from tests.ops.triton_backend.kernel_helpers import DEVICE, kernels
 
 SMALL = {"W": 6, "L": 2, "K": 3, "D": 2, "n": 1}
@@ -89,12 +89,7 @@ def test_the_choice_in_segments_is_that_of_sorting(packed, monkeypatch):
     cu = torch.tensor([0, 0, 8, 9, 26], device=DEVICE) if packed else None
     mask = torch.arange(26, device=DEVICE)[None] % 5 != 2
     call = (Kept(scores, 3, 2), 3, Sequences(mask, cu), None, None)
-    plain, found = Plan.of(*call), Plan.of(*call, choose=kept_choice.choose)
-    for name in ("kept", "late", "after"):
-        there = getattr(plain, f"{name}_there")
-        assert torch.equal(there, getattr(found, f"{name}_there"))
-        wanted, got = (getattr(x, name)[there] for x in (plain, found))
-        assert torch.equal(got, wanted)
+    check_plans_are_equal(Plan.of(*call), Plan.of(*call, choose=kept_choice.choose))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
-"""Kept tokens by the native CPU kernels (``kept.cpp``): the plan and the state are the same.
+"""Kept tokens by the native CPU kernels (``kept.cpp``, ``kept_choice.cpp``).
 
-The kernel reads tokens and what the state holds where they are: nothing is laid out in blocks.
+The plan but for the choice, and the state, are the PyTorch backend's. The kernel reads tokens and
+what the state holds where they are: nothing is laid out in blocks.
 
 Shape suffixes: B batch, T tokens, N states, M slots of a state, S slots of the layout, Z blocks of
 C queries, X segments, n sinks, J kept keys, H query heads, G key/value heads, L latents, K key
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from latte.ops.arguments import KeptInputs
 from latte.ops.cpp_backend import ABSENT, SEGMENT
-from latte.ops.custom_ops import differentiable_op
+from latte.ops.custom_ops import custom_op, differentiable_op
 from latte.ops.tensors import computation_dtype, without_masked
 from latte.ops.torch_backend.kept import state_after
-from latte.ops.torch_backend.kept_plan import Plan, plan_of
+from latte.ops.torch_backend.kept_plan import Choice, ChoiceCall, Layout, Plan
 
 __all__ = ["attention", "plan_of", "state_after"]
 
@@ -81,6 +82,17 @@ if ABSENT is None:
         gradients=NativeKept._fields[:15],
         saves=["saved_top", "saved_mass", "saved_sum"],
     )
+    choice_op = custom_op("cpu_kept_choice", ChoiceCall, 4, ChoiceCall.buffers)
+
+
+def choose(keys_BGS: Tensor, layout: Layout, window: int, count: int) -> Choice:
+    """See :func:`latte.ops.torch_backend.kept_plan.choose`."""
+    return Choice(*choice_op(*ChoiceCall.of(keys_BGS, layout, window, count)))
+
+
+def plan_of(x: KeptInputs) -> Plan:
+    """See :func:`latte.ops.torch_backend.kept_plan.plan_of`."""
+    return Plan.of(x.kept, x.window, x.sequences, x.state, x.sinks, choose)
 
 
 def attention(plan: Plan, x: KeptInputs) -> tuple[Tensor, Tensor | None, Tensor | None]:

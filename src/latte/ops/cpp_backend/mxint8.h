@@ -75,34 +75,48 @@ static void read_row(const R* row, int64_t size, T* to) {
     else gather(row, 1, size, to);
 }
 
+// Packs up to 32 numbers. The loops have 32 steps, so that compilers make vectors of them.
+template <class T>
+static void write_block(const T* x, int64_t count, mxint8* to, mxint8* exponent) {
+    using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+    constexpr T half = sizeof(T) == 8 ? T(0x1.8p52) : T(0x1.8p23);  // adding it rounds
+    T few[MX_BLOCK] = {}, top;
+    std::copy(x, x + count, few);
+    Bits most = 0;  // numbers without a sign are in the order of their bits, NaN last
+    for (const T& number : few) {
+        Bits bits;
+        std::memcpy(&bits, &number, sizeof bits);
+        most = std::max(most, Bits(bits << 1) >> 1);
+    }
+    std::memcpy(&top, &most, sizeof top);
+    const auto narrow_top = float(top);
+    uint32_t bits;
+    std::memcpy(&bits, &narrow_top, 4);
+    const int64_t stored = std::max(int64_t(bits >> 23), MX_LEAST);
+    const T factor = power_of_two(2 * 127 + MX_STEP - stored);
+    mxint8 made[MX_BLOCK];
+    for (int64_t i = 0; i < MX_BLOCK; ++i) {
+        T at = few[i] * factor;
+        at = at < T(-127) ? T(-127) : at;
+        at = at > T(127) ? T(127) : at;
+        at = at == at ? at : T(0);
+        made[i].bits = int8_t((at + half) - half);
+    }
+    std::copy(made, made + count, to);
+    exponent->bits = narrow_top == 0 ? 0 : int8_t(stored);
+}
+
 // Writes numbers. Packed ones are rounded to type S before. x is overwritten.
 template <class S, class R, class T>
 static void write_row(T* x, int64_t size, R* to) {
     if constexpr (std::is_same_v<R, mxint8>) {
-        for (int64_t i = 0; i < size; ++i) {
-            S number;
-            narrow(typename Computed<S>::type(x[i]), number), x[i] = T(widen(number));
-        }
-        constexpr T half = sizeof(T) == 8 ? T(0x1.8p52) : T(0x1.8p23);  // adding it rounds
-        for (int64_t c = 0, block = 0; c < size; c += MX_BLOCK, ++block) {
-            const int64_t stop = std::min(size, c + MX_BLOCK);
-            T top = 0;
-            for (int64_t i = c; i < stop; ++i) {
-                const T at = std::abs(x[i]);
-                if (at > top || at != at) top = at;
+        if constexpr (!std::is_same_v<S, T>)
+            for (int64_t i = 0; i < size; ++i) {
+                S number;
+                narrow(typename Computed<S>::type(x[i]), number), x[i] = T(widen(number));
             }
-            const auto narrow_top = float(top);
-            uint32_t bits;
-            std::memcpy(&bits, &narrow_top, 4);
-            const int64_t stored = std::max(int64_t(bits >> 23), MX_LEAST);
-            const T factor = power_of_two(2 * 127 + MX_STEP - stored);
-            for (int64_t i = c; i < stop; ++i) {
-                T at = x[i] * factor;
-                at = at == at ? std::min(T(127), std::max(T(-127), at)) : T(0);
-                to[i].bits = int8_t((at + half) - half);
-            }
-            to[size + block].bits = narrow_top == 0 ? 0 : int8_t(stored);
-        }
+        for (int64_t c = 0, block = 0; c < size; c += MX_BLOCK, ++block)
+            write_block(x + c, std::min(MX_BLOCK, size - c), to + c, to + size + block);
     } else if constexpr (std::is_same_v<typename Computed<R>::type, T>) {
         for (int64_t c = 0; c < size; c += width<T>)
             store(to + c, load(x + c, 1, size - c), size - c);

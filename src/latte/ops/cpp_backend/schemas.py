@@ -101,6 +101,9 @@ def _ops() -> dict[str, Callable[..., Any]]:
         """norm_rows_backward(Tensor dy, Tensor x, Tensor weight, Tensor scale)
             -> (Tensor, Tensor)""": lambda dy, x, weight, scale: empty_gradients(x, weight),
         "rotate(Tensor x, Tensor cos, Tensor sin, float sign) -> Tensor": _like_first,
+        "mx_pack(Tensor x) -> Tensor": _packed,
+        "mx_unpack(Tensor rows, Tensor like) -> Tensor": _unpacked,
+        "mx_rounded(Tensor x) -> Tensor": _like_first,
     }
 
 
@@ -126,6 +129,17 @@ def _begun(x: Tensor, _: Tensor, __: float, ___: float, *given: Any) -> tuple[Te
     down = given[13]
     score = q.new_empty(len(x), 0 if down is None else len(down))
     return *made, *_latents(x, q, k, heads), score
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Empty rows with a byte for each number, and one for each 32 of them."""
+    *shape, n = x.shape
+    return x.new_empty(*shape, n + -(-n // 32), dtype=torch.uint8)
+
+
+def _unpacked(rows: Tensor, like: Tensor) -> Tensor:
+    *shape, width = rows.shape
+    return like.new_empty(*shape, width - -(-width // 33))
 
 
 def _like_first(x: Tensor, *_: Any) -> Tensor:

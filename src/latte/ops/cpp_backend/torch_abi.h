@@ -165,7 +165,8 @@ struct Tensor {
         if (bytes()) std::memset(data, 0, size_t(bytes()));
     }
     int64_t bytes_each() const {
-        if (dtype == aoti_torch_dtype_uint8()) return 1;
+        if (dtype == aoti_torch_dtype_uint8() || dtype == aoti_torch_dtype_bool()) return 1;
+        if (dtype == aoti_torch_dtype_int64()) return 8;
         return type() == Type::F64 ? 8 : type() == Type::F32 ? 4 : 2;
     }
     Type type() const {

@@ -563,15 +563,20 @@ def state_after(plan: Plan, x: KeptInputs) -> KeptState:
     def groups(x_BSHL: Tensor) -> Tensor:
         return x_BSHL.unflatten(2, (G, -1))
 
-    def held(x_BSGX: Tensor) -> Tensor:
-        return taken(x_BSGX, after, there)
+    def held(x_BTGX: Tensor, old: Tensor | None) -> Tensor:
+        x_BTGX = x_BTGX if old is None else torch.cat([old.to(x_BTGX.dtype), x_BTGX], 1)
+        return taken(x_BTGX, source, there)
 
-    exact = held(layout.laid(x.k, old.keys)), held(layout.laid(x.v, old.values))
+    def held_heads(x_BTHL: Tensor, old: Tensor | None) -> Tensor:
+        return held(groups(x_BTHL), old if old is None else groups(old)).flatten(2, 3)
+
+    source = layout.sources(after)
+    exact = held(x.k, old.keys), held(x.v, old.values)
     scores = taken(plan.scores, after, there, -torch.inf)
     positions = taken(plan.positions, after, there, -1)
     latent_k = lost = None
     if latents is not None:
-        latent_k = held(groups(layout.laid(latents.k, old.latent_keys))).flatten(2, 3)
+        latent_k = held_heads(latents.k, old.latent_keys)
     if latents is not None and (decays := Decays.of(plan, latents, x.state)) is not None:
         assert latents.log_decay is not None
         # Up to the last token: what a source had when it left, or nothing if it has not.
@@ -582,6 +587,5 @@ def state_after(plan: Plan, x: KeptInputs) -> KeptState:
         lost = lost.masked_fill(~there[..., None, None], 0.0).flatten(2, 3)
         lost = lost.to(latents.log_decay.dtype)
         if old.log_decay is not None:
-            before = layout.laid(torch.zeros_like(latents.log_decay), old.log_decay)
-            lost = lost + held(groups(before)).flatten(2, 3)
+            lost = lost + held_heads(torch.zeros_like(latents.log_decay), old.log_decay)
     return KeptState(*exact, scores, positions, layout.before + layout.counts, latent_k, lost)

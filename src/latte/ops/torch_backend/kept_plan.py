@@ -150,6 +150,13 @@ class Layout(NamedTuple):
         there = self.source >= 0
         return torch.where(there.view(*there.shape, *[1] * (x_BTX.ndim - 2)), found, fill)
 
+    def sources(self, slots_NMG: Tensor) -> Tensor:
+        """Which of the state's slots and the tokens these slots hold; any number for none."""
+        if self.source is None:
+            return (slots_NMG - self.front).clamp(0, self.T - 1)
+        row = torch.arange(len(self.source), device=slots_NMG.device)[:, None, None]
+        return self.source[row, slots_NMG].clamp_min(0)
+
     def queries(self, x_BTX: Tensor) -> Tensor:
         """Tokens in the blocks of the queries, (B, Z C, ...)."""
         if self.source is None:
@@ -176,6 +183,31 @@ def _largest(keys: Tensor, index: Tensor, count: int, nothing: float) -> tuple[T
 
 # Sort key, by dtype, of a source that is no candidate. Sources that are never kept come after it.
 NOTHING = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
+
+
+class ChoiceCall(NamedTuple):
+    """The arguments of :func:`choose` as those of a kernel's op."""
+
+    keys: Tensor  # (B, G, S), contiguous
+    age: Tensor | None  # (Z,)
+    blocks: int
+    block: int
+    window: int
+    kept: int
+
+    @classmethod
+    def of(cls, keys_BGS: Tensor, layout: Layout, window: int, count: int) -> ChoiceCall:
+        return cls(keys_BGS.contiguous(), layout.age, layout.blocks, layout.C, window, count)
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        """Empty outputs of the op: the fields of a Choice."""
+        B, G, _ = self.keys.shape
+        kept, late = (B, G, self.blocks + 1, self.kept), (B, G, self.blocks, self.block)
+        return tuple(
+            self.keys.new_empty(shape, dtype=dtype)
+            for shape in (kept, late)
+            for dtype in (torch.int64, torch.bool)
+        )
 
 
 class Choice(NamedTuple):

@@ -14,7 +14,7 @@ Shape suffixes: B batch, S slots, G key/value heads, Z blocks of C tokens, M seg
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,44 +22,21 @@ import triton.language as tl
 from torch import Tensor
 
 from latte.ops.custom_ops import custom_op
-from latte.ops.torch_backend.kept_plan import NOTHING, Choice, Layout
+from latte.ops.torch_backend.kept_plan import NOTHING, Choice, ChoiceCall, Layout
 from latte.ops.triton_backend.launch import CHOICE, SHORTEST_CHOICE, launch
 
 LEAST = tl.constexpr(NOTHING[torch.float32])  # the key of a place where there is no candidate
 
 
-class ChoiceCall(NamedTuple):
-    """Arguments of the op."""
-
-    keys: Tensor  # (B, G, S) fp32
-    age: Tensor | None  # (Z,)
-    blocks: int
-    block: int
-    window: int
-    kept: int
-
-
 def choose(keys_BGS: Tensor, layout: Layout, window: int, count: int) -> Choice:
     """See :func:`latte.ops.torch_backend.kept_plan.choose`."""
-    sizes = (layout.blocks, layout.C, window, count)
-    return Choice(*choice_op(*ChoiceCall(keys_BGS, layout.age, *sizes)))
-
-
-def buffers(x: ChoiceCall) -> tuple[Tensor, ...]:
-    """Empty outputs of the op."""
-    B, G, _ = x.keys.shape
-    kept, late = (B, G, x.blocks + 1, x.kept), (B, G, x.blocks, x.block)
-    return tuple(
-        x.keys.new_empty(shape, dtype=dtype)
-        for shape in (kept, late)
-        for dtype in (torch.int64, torch.bool)
-    )
+    return Choice(*choice_op(*ChoiceCall.of(keys_BGS, layout, window, count)))
 
 
 def forward(x: ChoiceCall) -> tuple[Tensor, ...]:
     """Slots of the kept keys and whether there are any; the same of what is late."""
-    index, there, late, late_there = buffers(x)
-    (B, G, S), Z, N, keys = x.keys.shape, x.blocks, x.kept, x.keys.contiguous()
+    index, there, late, late_there = x.buffers()
+    (B, G, S), Z, N, keys = x.keys.shape, x.blocks, x.kept, x.keys
     best = keys.new_empty(index.shape)
     length = max(SHORTEST_CHOICE, 1 << math.isqrt(max(Z - 1, 1)).bit_length())
     M = -(-Z // length)
@@ -85,7 +62,7 @@ def forward(x: ChoiceCall) -> tuple[Tensor, ...]:
     return index, there, late, late_there
 
 
-choice_op = custom_op("triton_kept_choice", ChoiceCall, 4, buffers, forward)
+choice_op = custom_op("triton_kept_choice", ChoiceCall, 4, ChoiceCall.buffers, forward)
 
 
 @triton.jit
