@@ -21,12 +21,11 @@ from latte.ops import (
     sliding_window_attention,
     window_log_mass,
 )
-from latte.ops.cpp_backend import kept as native_kept
 from latte.ops.mxint8 import pack, unpack
 from latte.ops.tensors import Sequences
 from latte.ops.torch_backend.kept import KeptCall, kept_op
 from latte.ops.torch_backend.kept_plan import Plan
-from tests.ops.helpers import assert_same, check_plans_are_equal, macchiato_inputs, randn
+from tests.ops.helpers import assert_same, macchiato_inputs, randn
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 T, H, G, L, W, C, N, SINKS = 21 if INTERPRETED else 33, 4, 2, 3, 5, 4, 3, 2
@@ -157,31 +156,6 @@ def test_what_is_held_is_the_largest_of_all_that_have_left(backend, cuts):
         assert torch.equal(held.keys[0, there, g], inputs[3][0, positions[there], g])
         assert torch.equal(held.scores[0, there, g], scores[0, positions[there], g])
         assert held.scores[0, ~there, g].isneginf().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("count", [1, 7, 100])
-@pytest.mark.parametrize("form", ["rows", "masked", "packed", "state"])
-def test_the_native_choice_is_that_of_sorting(form, count, dtype):
-    """Many equal scores, some of -inf, and a state whose kept tokens are in no order."""
-    scores = scores_of().mul(2).round().to(dtype)
-    scores[:, 3::7] = -torch.inf
-    cu = torch.tensor([0, 0, 8, 9, T]) if form == "packed" else None
-    mask = torch.arange(T)[None] % 5 != 2 if form in ("masked", "packed") else None
-    state = None
-    if form == "state":
-        k, v = randn(1, T, G, 2), randn(1, T, G, 2)
-        state = KeptState.empty(k, v, Kept(scores, count, C), W, 1)
-        seen = torch.tensor([3 * C + 1])
-        positions = torch.full_like(state.positions, -1)
-        positions[:, :count] = torch.arange(count)[:, None].clamp_max(C)
-        state = state._replace(
-            scores=torch.where(positions < 0, -torch.inf, (positions * 5 % 3).to(dtype)),
-            positions=positions,
-            seen=seen,
-        )
-    call = (Kept(scores, count, C), W, Sequences(mask, cu), state, None)
-    check_plans_are_equal(Plan.of(*call), Plan.of(*call, choose=native_kept.choose))
 
 
 @BACKENDS

@@ -70,7 +70,7 @@ def check_whole(what: str, value: int, least: int = 1, unit: str = "") -> None:
         wanted = f"at least {least}{unit}" if least else "0 or more"
         raise ValueError(f"{what} must be {wanted}, got {value}")
     if value.bit_length() > 63:
-        raise ValueError(f"{what} must be a number of at most 64 bits, got {value}")
+        raise ValueError(f"{what} must be below 2^63, got {value}")
 
 
 def check_counts(what: str, value: int | Sequence[int]) -> None:
