@@ -11,8 +11,8 @@
 namespace latte {
 
 struct KeptChoice {
-    Tensor keys, age;                            // (B, G, S), (Z,)
-    Tensor kept, kept_there, late, late_there;   // (B, G, Z+1, N) x 2, (B, G, Z, C) x 2
+    Tensor keys, age;                           // (B, G, S), (Z,)
+    Tensor kept, kept_there, late, late_there;  // (B, G, Z+1, N) x 2, (B, G, Z, C) x 2
     int64_t blocks = 0, block = 0, window = 0, count = 0;
 
     int64_t slots() const { return keys.sizes[2]; }
