@@ -35,7 +35,8 @@ from latte.ops import (
     sliding_window_attention,
     use_backend,
 )
-from latte.ops.triton_backend import kept_choice, launch, recurrence, segments
+from latte.ops.torch_backend.kept_plan import ChoiceCall
+from latte.ops.triton_backend import launch, recurrence, segments
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
@@ -99,8 +100,8 @@ def launching(instead: Callable[..., None], capability: int = 90) -> Iterator[py
             if name.startswith("latte.") and getattr(module, "unavailable_for", None) is served:
                 patch.setattr(module, "unavailable_for", lambda x: None)
         # Slots are indices, so that they must not be what memory held.
-        empty = kept_choice.buffers
-        patch.setattr(kept_choice, "buffers", lambda x: tuple(y.zero_() for y in empty(x)))
+        empty = ChoiceCall.buffers
+        patch.setattr(ChoiceCall, "buffers", lambda x: tuple(y.zero_() for y in empty(x)))
         yield patch
     driver.set_active(previous)
 
